@@ -56,9 +56,10 @@ def append(
 
     Args:
         memory: the keys and values of the cache. The new rows are written into it.
-        progress: (2, B) int64: the number of positions of each sequence so far, and the fewest to which `crop` may take
-            it back. Both are updated.
-        lengths: (B,) how many of its M rows each sequence appends. The other rows are padding: out is 0, lse is -inf.
+        progress: (2, B) int64: for each sequence, the number of positions so far, and the fewest positions to which
+            `crop` may shorten the sequence. Both numbers are updated.
+        lengths: (B,) how many of its M rows each sequence appends; None for all M. The rows after these are padding,
+            for which out is 0 and lse is -inf.
 
     Raises:
         ValueError: before anything is written, if a sequence becomes too long.
@@ -67,7 +68,7 @@ def append(
     query, key, value = map(with_unit_stride, (query, key, value))
     batch, num_new = query.shape[:2]
 
-    # One number for each sequence of the batch.
+    # `positions`, `floors` and `counts` contain a number for each sequence of the batch.
     positions, floors = progress.tolist()
     counts = [num_new] * batch if lengths is None else lengths.tolist()
     if min(counts) < 0 or max(counts) > num_new:
@@ -77,8 +78,8 @@ def append(
     check_append(plan, positions, counts)
     runs = list(_alike(positions, counts))
 
-    # A single row is written before it attends, and overwrites an old row. If plan.keep > 0 and this call fails, `crop`
-    # may still go back to where the old row is seen. So keep a copy of the old row.
+    # A single new row is written before its query is computed, and overwrites an old row. Keep a copy of the old row if
+    # plan.keep > 0, because if this call fails, `crop` may still go back to a position whose query sees the old row.
     written_over: list[tuple[Tensor, Tensor]] = []
     for entries, position, count in runs:
         if count == 1 and plan.keep > 0:
@@ -103,12 +104,13 @@ def append(
                 position,
             )
             results.append(result)
-    except BaseException:  # Ctrl-C too: if the call fails, the cache must be as it was
+    except BaseException:  # after Ctrl-C too, the cache must be as it was before the call
         for slot, rows in written_over:
             slot.copy_(rows)
         raise
 
-    # Runs of several new rows are written only now, since they overwrite old rows. All computations have succeeded.
+    # Write runs of several new rows only now that all computations have succeeded, because these rows overwrite old
+    # rows.
     for entries, position, count in runs:
         if count > 1:
             write(plan, key[entries, :count], value[entries, :count], memory[:, entries], position)
@@ -121,7 +123,8 @@ def append(
         new_floors.append(max(floor, plan.floor(end)))
     progress.copy_(torch.tensor([ends, new_floors], device="cpu"))
 
-    # Usually all sequences have the same position and number of new rows. Then the results need no copy.
+    # Return the results without a copy if all sequences have the same position and the same number of new rows, as is
+    # usual.
     if len(runs) == 1 and counts == [num_new] * batch:
         return results[0]
 
@@ -183,8 +186,8 @@ def _one(
     buffers_of_row = list(plan.of_position(t))
     branches = sorted({buffers.number for buffers in buffers_of_row})
 
-    # One partial (out and lse) for each branch. A head without keys in a branch keeps (0, -inf): merging this partial
-    # changes nothing.
+    # Make one partial (out and lse) for each branch. A head without keys in a branch keeps (0, -inf), and such a
+    # partial changes nothing when it is merged.
     shape = (max(len(branches), 1), batch, num_heads)
     dtype = accumulator_dtype(query.dtype)
     outs_PBHD = torch.zeros((*shape, head_dim), dtype=dtype, device=query.device)
@@ -198,7 +201,7 @@ def _one(
         both_2BGCD = buffer_view(memory, buffers)
         both_2BGCD[:, :, :, slot] = new_2BGD[:, :, _slice(buffers.kv_heads)]
 
-        # The m query heads that share a key/value head are given to the kernel like m query rows of one head. So the
+        # Give the kernel the m query heads that share a key/value head like m query rows of one head, so that the
         # kernel reads the keys once.
         heads = _slice(buffers.query_heads)
         num_kv_heads = len(buffers.kv_heads)
@@ -207,8 +210,8 @@ def _one(
         out_BGmD = outs_PBHD[partial, :, heads].view(batch, num_kv_heads, -1, head_dim)
         lse_BGm = lses_PBH[partial, :, heads].view(batch, num_kv_heads, -1)
 
-        # The query sees these rows, its own row included. If they wrap around the end of the buffer, there are two
-        # calls of the kernel.
+        # `numbers`: the rows that the query sees, its own row included. If these rows wrap around the end of the
+        # buffer, the kernel is called twice.
         numbers = range(buffers.seen(t).start, number + 1)
         for i, slots in enumerate(buffers.slots(numbers)):
             k_BGLD, v_BGLD = both_2BGCD[:, :, :, _slice(slots)]
@@ -242,8 +245,7 @@ def _many(
     options = executor.ExecutorOptions(kernel, scale)
 
     # The memory has no dim of heads: a cached tile finds the rows of a head by their offset from the start of the
-    # memory. The executor expects that dim, so each head becomes a view of the whole memory.
-    # (2, B, rows, D) -> keys and values, (B, rows, G, D) each
+    # memory. Give each head a view of the whole memory, because the executor expects a dim of heads.
     cached = memory.unsqueeze(3).expand(-1, -1, -1, plan.num_kv_held, -1).unbind(0)
     return executor.forward(rank_plan, options, query, key, value, cached=cached)
 
@@ -252,7 +254,7 @@ def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -
     """Write those new rows into the memory that a later query can see. The first row of key and value is position t."""
     end = t + key.shape[1]
     for buffers in plan.buffers:
-        # the numbers of the rows that are kept and new
+        # `numbers`: the numbers of the new rows that the cache keeps.
         kept = plan.kept(buffers, end)
         numbers = range(max(kept.start, buffers.before(t)), kept.stop)
 
@@ -306,7 +308,8 @@ def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Ten
     flat_rows = [key.new_empty(0)]
     for buffers, numbers, span in plan.kept_of(shard, position):
         for x in (key, value):
-            # Row 0 of what `rows_at` gets must be the first row of the span.
+            # Pass the rows of the shard from the span's first row on, because `rows_at` counts rows from the position
+            # `span.start`.
             rows_BGLD = rows_at(x[:, first_row[span] :], buffers, numbers, span.start)
             flat_rows.append(rows_BGLD.flatten())
     return torch.cat(flat_rows)
@@ -325,7 +328,7 @@ def unpack(plan: CachePlan, shard: Shard, position: int, flat: Tensor, memory: T
     """Write the rows in `flat`, which `packed` made for this shard, into the memory of a cache."""
     _, batch, _, head_dim = memory.shape
     for buffers, numbers, _ in plan.kept_of(shard, position):
-        # keys and values (2, B, G, L, D) of one buffer and span
+        # Take the keys and values of one buffer and span, (2, B, G, L, D), from the start of `flat`.
         shape = (2, batch, len(buffers.kv_heads), len(numbers), head_dim)
         size = math.prod(shape)
         both_2BGLD = flat[:size].view(shape)

@@ -25,21 +25,22 @@ class DilatedCache:
     Args:
         pattern: the attention pattern. It must be causal.
         batch, num_heads, num_kv_heads, head_dim: the sizes of the query (B, N, H, D) and the key (B, N, G, D). With
-            `heads_held`, the numbers of heads are those of the layer.
+            `heads_held`, num_heads and num_kv_heads count all heads of the layer.
         dtype, device: the dtype and device of query, key and value. The defaults are torch's.
-        max_len: the most positions that a sequence may have; None for any number. No buffer gets more rows, which saves
-            memory if segments are longer. A dense pattern (one segment for everything) needs max_len.
-        keep: how many positions `crop` can always take back, even into a segment that has ended.
+        max_len: the most positions that a sequence may have; None for any number. No buffer gets more than max_len
+            rows, which saves memory if segments are longer. A dense pattern (one segment for everything) needs max_len.
+        keep: `crop` can always remove this many of the newest positions, even if that reopens a segment that was
+            complete.
         heads_held: the query heads of the layer that the tensors hold (tensor parallelism), as range(3, 6). Every
             call must pass the same range.
 
     Attributes:
-        num_rows: how many rows of keys are allocated for one sequence, and as many rows of values. With keep=0 and all
-            heads this is pattern.cache_rows(num_heads, num_kv_heads, max_len).
+        num_rows: how many rows of keys are allocated for one sequence. As many rows of values are allocated too. With
+            keep=0 and all heads this is pattern.cache_rows(num_heads, num_kv_heads, max_len).
         num_bytes: the bytes that the cache allocates.
         position: (B,) int64 on the device: the number of positions of each sequence so far.
         plan: the CachePlan.
-        dtype, head_dim: as above.
+        dtype, head_dim: as in the arguments.
 
     Raises:
         ValueError: for a pattern that is not causal, for invalid sizes, or if there is too little memory.
@@ -77,16 +78,18 @@ class DilatedCache:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}.")
 
-        self.device = torch.empty(0, device=device).device  # with an index: "cuda:0" for "cuda"
+        # This device has an index: "cuda:0" if `device` is "cuda".
+        self.device = torch.empty(0, device=device).device
         self._refuse_what_does_not_fit()
 
-        # The keys and values of all buffers in one tensor, (2, B, rows, D). A list of tensors would be slow: if a
-        # custom op writes to such a list, compiled code copies all its tensors at every call.
+        # Allocate the keys and values of all buffers as one tensor, (2, B, rows, D). A list of tensors would be slow,
+        # because compiled code copies all tensors of a list at every call if a custom op writes to the list.
         self.memory = torch.empty(
             2, batch, self.num_rows, head_dim, dtype=self.dtype, device=self.device
         )
 
-        # (2, B): the number of positions of each sequence so far, and the fewest to which `crop` may take it back.
+        # (2, B): for each sequence, the number of positions so far, and the fewest positions to which `crop` may
+        # shorten the sequence.
         self.progress = torch.zeros(2, batch, dtype=torch.int64, device=self.device)
 
     @classmethod
@@ -124,7 +127,7 @@ class DilatedCache:
         with ranks.refusing():
             if to is not None and not (is_integer(to) and 0 <= to < ranks.world_size):
                 raise ValueError(
-                    f"to={to!r}: the ranks are 0 to {ranks.world_size - 1}. Give one, or None for all."
+                    f"to={to!r}: the ranks are 0 to {ranks.world_size - 1}. Give one rank, or None for all."
                 )
 
             described, other = (f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (key, value))
@@ -135,8 +138,8 @@ class DilatedCache:
                 )
 
             batch, length, num_kv_heads, _ = key.shape
-            # key has only the heads that are held. Compute the key/value heads of the whole layer. (`_plan` raises a
-            # ValueError if heads_held is an empty range.)
+            # Compute the number of key/value heads of the whole layer, because key has only the heads that are held.
+            # (`_plan` raises a ValueError if heads_held is an empty range.)
             if isinstance(heads_held, range) and heads_held:
                 num_kv_heads = num_kv_heads * num_heads // len(heads_held)
             plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
@@ -214,10 +217,10 @@ class DilatedCache:
         self.progress[:, entries] = 0
 
     def crop(self, count: int | Sequence[int] | Tensor) -> None:
-        """Take back the last `count` positions of every sequence, or count[i] of sequence i.
+        """Remove the last `count` positions of every sequence, or count[i] of sequence i.
 
-        The last `keep` positions can always be taken back. All positions since the last border between segments, in any
-        branch, can be taken back too.
+        The last `keep` positions can always be removed. All positions since the last border between segments, in any
+        branch, can be removed too.
 
         Raises:
             ValueError: if a sequence has fewer positions, or would need rows that were dropped. The cache then stays as
@@ -226,7 +229,7 @@ class DilatedCache:
         try:
             counts = torch.as_tensor(count).flatten().tolist()
         except (TypeError, ValueError, RuntimeError):
-            # `count` is not a number, or does not fit into 64 bits. It is refused below.
+            # Keep `count` as it is if it is not a number, or does not fit into 64 bits. The checks below refuse it.
             counts = [count]
         if not all(map(is_integer, counts)):
             raise ValueError(f"crop({counts}): positions are taken back in whole numbers.")
@@ -241,7 +244,8 @@ class DilatedCache:
         positions, floors = self.progress.tolist()
         check_crop(self.plan, positions, floors, counts)
 
-        # Only the number of positions changes. The rows that were taken back stay in memory until they are overwritten.
+        # Change only the number of positions. The rows of the removed positions stay in memory until new rows overwrite
+        # them.
         self.progress[0] -= torch.tensor(counts, device=self.device)
 
     def fork(self, rows: Sequence[int] | Tensor) -> "DilatedCache":
@@ -257,8 +261,8 @@ class DilatedCache:
         return new
 
     def state_dict(self) -> dict[str, Any]:
-        """The sequences so far, for torch.save and `load_state_dict`. It holds only rows that can still be seen, on the
-        CPU."""
+        """The sequences so far, for torch.save and `load_state_dict`. The tensors are on the CPU, and hold only rows
+        that a query can still see."""
         progress = self.progress.to("cpu", copy=True)
         rows: list[Tensor] = []
         for b, (position, floor) in enumerate(progress.T.tolist()):
@@ -295,15 +299,15 @@ class DilatedCache:
         if not _fit(progress, saved):
             raise ValueError(f"the state is damaged: progress {progress} does not fit the rows.")
 
-        # Which rows were saved depends on the saved cache's `keep`, but not on its max_len. So a plan with this `keep`
-        # tells which rows they are.
+        # `source`: a plan with the saved cache's `keep`, which decides which rows were saved. The saved cache's max_len
+        # does not matter for that.
         plan = self.plan
         limit = plan.max_len
         source = plan_cache(
             plan.pattern, plan.num_heads, plan.num_kv_heads, None, state.get("keep"), plan.held
         )
 
-        # For each saved sequence: its number of positions, and the fewest to which `crop` may take it back.
+        # For each saved sequence: the number of positions, and the fewest positions to which `crop` may shorten it.
         places = progress.T.tolist()
         for b, (position, floor) in enumerate(places):
             if limit is not None and position > limit:
@@ -316,7 +320,7 @@ class DilatedCache:
                     f"{tuple(saved[b].shape)} of {saved[b].dtype}."
                 )
 
-        # A single sequence goes into every batch entry.
+        # Load a single saved sequence into every batch entry.
         repeats = self.batch // len(places)
         positions: list[int] = []
         floors: list[int] = []
@@ -329,7 +333,7 @@ class DilatedCache:
     def _rows_of(self, b: int, position: int, floor: int) -> Tensor:
         """The keys and values of a batch entry that are kept, (2, rows, D), one buffer after the other.
 
-        position: the number of positions of the sequence. floor: the fewest to which `crop` may take it back.
+        position: the number of positions of the sequence. floor: the fewest positions to which `crop` may shorten it.
         """
         entry = self.memory[:, b : b + 1]  # (2, 1, rows, D)
         rows = [entry[:, 0, :0].cpu()]
@@ -349,12 +353,14 @@ class DilatedCache:
         targets = {(x.number, x.phase, x.kv_heads): x for x in self.plan.buffers}
         for buffers, both in zip(source.buffers, by_buffer, strict=True):
             saved = source.kept(buffers, position, floor)
-            # Skip a buffer of which no row was saved. This cache may not have it at all, if its max_len is small.
+            # Skip a buffer of which no row was saved, because this cache may not have the buffer if its max_len is
+            # small.
             if not saved:
                 continue
             target = targets[buffers.number, buffers.phase, buffers.kv_heads]
 
-            # Write only the saved rows that this cache keeps too: the last ones, if its `keep` is smaller.
+            # Write only the saved rows that this cache keeps too. If its `keep` is smaller, these are the last saved
+            # rows.
             first = max(saved.start, self.plan.kept(target, position, floor).start)
             numbers = range(first, saved.stop)
             both_2BGLD = both.unflatten(2, (len(buffers.kv_heads), len(saved)))
@@ -379,7 +385,7 @@ class DilatedCache:
         if isinstance(rows, Tensor):
             rows = rows.tolist()
         entries = list(rows) if isinstance(rows, Iterable) else [None]
-        # False and True are refused: a boolean mask would otherwise be read as the entries 0 and 1.
+        # Refuse False and True, because otherwise a boolean mask would be read as the entries 0 and 1.
         if not all(map(is_integer, entries)):
             text = f"{call}({rows}) takes the numbers of batch entries, as [0, 2]."
             raise ValueError(f"{text} For a mask, pass mask.nonzero().flatten().")
@@ -472,14 +478,14 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type != "cpu":
         return None
 
-    # the free memory of the whole machine
+    # Read the free memory of the whole machine.
     try:
         lines = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(lines["MemAvailable:"]) * 1024
     except (OSError, KeyError):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-    # the limit of a container: a number, or "max"
+    # Read the memory limit of a container: a number, or "max" for no limit.
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:

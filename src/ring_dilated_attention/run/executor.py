@@ -47,8 +47,8 @@ class ExecutorOptions(NamedTuple):
     """The options by which a rank carries out its programs.
 
     kernel: computes tiles. scale: multiplies the scores. link: sends and receives chunks. dealer: exchanges heads for
-    positions between ranks. factor: multiplies dq before it is rounded, because dq alone may overflow float16. program:
-    makes the program of a stage.
+    positions between ranks. factor: multiplies dq before dq is rounded, because without the factor dq may overflow
+    float16. program: the function that makes the program (the steps) of a stage.
     """
 
     kernel: Kernel
@@ -87,15 +87,15 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dq (B, N, H, D), dk and dv (B, N, G, D) of this rank's rows.
 
-    rows: the inputs of backward for this rank's rows. lse and dlse are (B, N, H), key and value (B, N, G, D), and the
-    others (B, N, H, D).
+    rows: the inputs of backward for this rank's rows. lse and dlse are (B, N, H), key and value (B, N, G, D), and dout,
+    query and out (B, N, H, D).
     """
     tensors = {name: x for name, x in rows._asdict().items() if x is not None}
     results = _Executor("backward", rank_plan, options, tensors).carry_out()
     return results["dq"], results["dk"], results["dv"]
 
 
-# The input whose shape each accumulator has.
+# For each accumulator, the input that has the same shape.
 _LIKE = {"out": "query", "dq": "query", "dk": "key", "dv": "value"}
 
 
@@ -128,18 +128,22 @@ class _Executor:
         self.device = query.device
         self.sum_dtype = accumulator_dtype(query.dtype)
 
-        # Results of the current tile, by name: out, dq (B, H, M, D), lse (B, H, M), dk and dv (B, G, L, D).
+        # `results`: the results of the current tile, by name: out, dq (B, H, M, D), lse (B, H, M), dk and dv
+        # (B, G, L, D).
         self.results: dict[str, Tensor] = {}
 
-        # Functions that merge or add the results of many tiles at once, if the kernel has any. Until they are called,
-        # `kept` holds the results, by the name of the accumulator.
+        # `merging`: the kernel's functions that merge or add the results of many tiles at once, or None if the kernel
+        # has no such functions. `kept`: by the name of the accumulator, the results that these functions have not yet
+        # merged or added.
         self.merging = self.kernel.merging(query)
         self.kept: dict[str, list[TileRows]] = {}
 
-        # For each of the next tiles, copies of its rows of dout and out, (B, H, M, D), and of lse, (B, H, M or more).
+        # `laid_out`: for each of the next tiles, copies of the tile's rows of dout and out, (B, H, M, D), and of lse,
+        # (B, H, M or more).
         self.laid_out: deque[tuple[Tensor, ...]] = deque()
 
-        # For each ticket of a `Post` step: the messages that are sent, and those that are received.
+        # `posted`: for each ticket of a `Post` step, the messages that this rank sends and the messages that it
+        # receives.
         self.posted: dict[str, tuple[Pending, Pending]] = {}
 
     def carry_out(self) -> dict[str, Tensor]:
@@ -148,12 +152,14 @@ class _Executor:
         itemsize = self.dtype.itemsize
         has_dlse = "dlse" in self.alive
 
-        # `packing` says when rows are copied before the kernel reads them. None: never.
+        # `packing` says when rows are copied before the kernel reads them; None means never. Set None for 16-bit rows
+        # if the kernel takes such rows as they are.
         packing = traits.packing
         if itemsize == 2 and self.kernel.takes_short_rows(self.dtype):
             packing = None
 
-        # The number of rows of results that are kept before one pass merges or adds them all.
+        # `kept_rows`: how many rows of results are kept before one pass merges or adds all of them; None if no results
+        # are kept.
         kept_rows = None
         if self.merging is not None:
             kept_rows = traits.kept_bytes // (self.head_dim * itemsize)
@@ -191,7 +197,7 @@ class _Executor:
         value = self.alive["value"].stride(1)
         return query * itemsize, min(key, value) * itemsize
 
-    # The methods up to `query_heads` return views of the tensors in `alive`, or numbers of heads.
+    # The methods from here to `query_heads` return views of the tensors in `alive`, or a range of heads.
 
     def rows(self, name: str, rows: Rows, entry: int | None) -> Tensor:
         """A view of a tile's rows in the tensor `name`: (B, heads, M, D), or (B, heads, M) for lse and dlse.
@@ -218,7 +224,8 @@ class _Executor:
         ratio = self.plan.num_heads // self.plan.num_kv_heads
         return range(kv_heads.start * ratio, kv_heads.stop * ratio)
 
-    # Each kind of step is carried out by the method of its name. First the steps of the exchange between ranks.
+    # Each method below carries out the kind of step that has its name. The steps of the exchange between ranks come
+    # first.
 
     def deal(self, step: steps.Deal) -> None:
         """Exchange a tensor (B, N, H, D) with other ranks for (B, T, h, D), or back: see `to_heads` below."""
@@ -290,13 +297,13 @@ class _Executor:
             for name, gradient in zip(("dk", "dv"), gradients, strict=True):
                 self.rows(name, rows, None).add_(gradient)
 
-    # The calls of the kernel, and the tensors that it reads.
+    # The methods below call the kernel, and make the tensors that the kernel reads.
 
     def compute(self, step: steps.Compute) -> None:
         """Compute a tile's partial (out, lse) or its gradients (dq, dk, dv), and put them into `results`."""
         tile = step.tile
         scale = self.options.scale
-        # FROM_END counts as causal: `copied` has reversed the rows, and so the mask is causal.
+        # FROM_END counts as causal, because `copied` reverses the rows, and over reversed rows the mask is causal.
         is_causal = tile.mask != FULL
         if step.what == "partial":
             query = self.tile_rows(step, "query")  # (B, H, M, D)
@@ -308,7 +315,7 @@ class _Executor:
             dq, dk, dv = self.kernel.backward(rows, is_causal, scale)
             self.results = {"dq": dq, "dk": dk, "dv": dv}
 
-        # For FROM_END the rows were reversed. Put the rows of the results, dim 2, back in their order.
+        # Put the rows of the results (dim 2) back in their order, if `copied` has reversed the rows of the inputs.
         if tile.mask == FROM_END:
             self.results = {name: result.flip(2) for name, result in self.results.items()}
 
@@ -317,14 +324,14 @@ class _Executor:
         return self.copied(step, name, self.rows(name, step.tile.query, step.entry))
 
     def keys(self, step: steps.Compute) -> tuple[Tensor, Tensor]:
-        """Keys and values of a tile, (B, G, L, D) each: from this rank's tensors, from a cache or from a chunk."""
+        """Keys and values of a tile, (B, G, L, D) each: from this rank's tensors, a cache or a chunk."""
         tile = step.tile
         if step.keys in (OWN_ROWS, CACHED_ROWS):
             assert isinstance(tile.key, Rows)
             names = ("key", "value") if step.keys == OWN_ROWS else ("cached key", "cached value")
             key, value = (self.rows(name, tile.key, step.entry) for name in names)
         else:
-            # The block of a received chunk, or of this rank's own chunk.
+            # Read the keys from a block of a received chunk, or of this rank's own chunk (`packed`).
             block = tile.key if isinstance(tile.key, Block) else tile.packed
             assert block is not None
             key, value = self.block(self.alive[step.keys], block)
@@ -357,7 +364,7 @@ class _Executor:
                 num_rows = step.tile.query.num_rows
                 dout = dout.flip(2)
                 out = out.flip(2)
-                # lse may have rows of padding at the end, which must stay there.
+                # Reverse only the tile's rows of lse, because rows of padding must stay at the end.
                 lse = torch.cat((lse[..., :num_rows].flip(2), lse[..., num_rows:]), dim=2)
 
         key, value = self.keys(step)  # (B, G, L, D)
@@ -391,7 +398,8 @@ class _Executor:
             sizes = (2, batch, num_rows, num_heads, self.head_dim)
             dout, out = out_BNHD.new_empty(sizes).transpose(2, 3)  # (B, H, M, D) each
 
-            # The kernel reads lse in blocks of rows. Fill the last block with inf, so that exp(score - lse) is 0 there.
+            # The kernel reads lse in blocks of `lse_multiple` rows. Fill the end of the last block with inf, so that
+            # exp(score - lse) is 0 there.
             added_rows = -num_rows % self.merging.lse_multiple
             lse = lse_BNH.new_empty((batch, num_heads, num_rows + added_rows))
             if added_rows:
@@ -403,7 +411,8 @@ class _Executor:
         heads = self.query_heads(step.kv_heads)
         self.merging.lay_out(dout_BNHD, out_BNHD, lse_BNH, tiles, heads)
 
-    # The accumulators (out, lse, dq, dk, dv), and the results of tiles that are written, merged or added to them.
+    # The methods below make the accumulators (out, lse, dq, dk, dv), and write, merge or add the results of tiles to
+    # them.
 
     def start(self, step: steps.Start) -> None:
         """Make an accumulator. Its rows start as 0, or -inf for lse, unless tiles write every row first."""
@@ -413,7 +422,7 @@ class _Executor:
         self.alive[step.name] = make(like.shape, dtype=dtype, device=self.device)
 
         if step.name == "out":
-            # lse is float64 until `finish`, because each merge rounds it. In float32, after 700 merges, gradients were
+            # Keep lse in float64 until `finish`, because each merge rounds lse. In float32, 700 merges made gradients
             # wrong by 7e-6.
             dtype = self.sum_dtype if step.is_result else torch.float64
             lse = torch.empty(like.shape[:3], dtype=dtype, device=self.device)  # (B, N, H)
@@ -431,7 +440,8 @@ class _Executor:
 
         if step.how == "adopt":
             self.adopt("out", partial_out)
-            # copy=True: later tiles are merged into this tensor in place, so it must not be the kernel's own.
+            # Always make a copy, because later tiles are merged into this tensor in place, and it must not be the
+            # kernel's own.
             lse = partial_lse.transpose(1, 2).to(  # (B, M, H)
                 torch.float64, copy=True, memory_format=torch.contiguous_format
             )
@@ -453,7 +463,7 @@ class _Executor:
             self.adopt(step.name, result)
             return
 
-        # the rows of query, key or value to which the gradient belongs
+        # `rows`: the rows of query (for dq), or of key and value (for dk and dv), to which the gradient belongs.
         rows = step.tile.query if step.name == "dq" else step.tile.key
         if step.how == "keep":
             assert isinstance(rows, Rows)
@@ -463,7 +473,8 @@ class _Executor:
         if isinstance(rows, Rows):
             total = self.rows(step.name, rows, step.entry)
         else:
-            # The gradient of a chunk lies in its buffer as the chunk does: dk as the keys, dv as the values.
+            # Find dk and dv in the buffer `step.sums`: dk lies where the chunk has the keys, dv where the chunk has the
+            # values.
             dk, dv = self.block(self.alive[step.sums], rows)
             total = dk if step.name == "dk" else dv
 
@@ -501,14 +512,15 @@ class _Executor:
             gradients = self.kept.pop(name, [])
             heads_of_sum = heads if name == "dq" else step.kv_heads
             sums.append(GradientSum(self.alive[name], gradients, heads_of_sum))
-        # In a ring, gradients of later hops are still added to dq. Then `finish` multiplies dq by `options.factor`.
+        # Do not multiply dq yet if there are hops, because gradients of later hops are still added to dq. Then `finish`
+        # multiplies dq by `options.factor`.
         factor = 1.0 if self.plan.hops else self.options.factor
         self.merging.add(sums, factor, adds=step.adds)
 
     def finish(self, step: steps.Finish) -> None:
         """Round an accumulator to the dtype of the result."""
         if step.name == "dq" and self.options.factor != 1:
-            # Multiply before dq is rounded below: without the factor dq may overflow float16.
+            # Multiply dq before it is rounded below, because without the factor dq may overflow float16.
             self.alive["dq"].mul_(self.options.factor)
 
         dtype = self.sum_dtype if step.name == "lse" else self.dtype
@@ -531,18 +543,18 @@ def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> T
     batch, _, num_heads, *dims = x_BNHD.shape
     share = num_heads // dealing.size
 
-    # What each rank gets from this rank: the other rank's heads of this rank's positions, (B · N · h · D,).
+    # For each rank, what this rank sends to it: the receiver's heads of this rank's positions, (B · N · h · D,).
     leaving = [x.flatten() for x in x_BNHD.split(share, dim=2)]
     sizes = [batch * length * share * math.prod(dims) for length in dealing.lengths]
     received = dealer.all_to_all_single(leaving, sizes, x_BNHD, moment)
-    del leaving  # Free this memory before the results are made, which need as much.
+    del leaving  # Free this memory now, because the results need as much.
 
-    # What each rank has sent: this rank's heads of the other rank's positions, (B, n, h, D).
+    # For each rank, what it has sent to this rank: this rank's heads of the sender's positions, (B, n, h, D).
     rows_of_place: list[Tensor] = []
     for x, length in zip(received, dealing.lengths, strict=True):
         rows_of_place.append(x.view(batch, length, share, *dims))
 
-    # Start with an empty tensor, since `cat` needs at least one: the group may own no position at all.
+    # Start with an empty tensor, because `cat` needs at least one tensor, and a group may own no position at all.
     in_order = [rows_of_place[0][:, :0]]
     for place, first, num_rows in dealing.runs:
         in_order.append(rows_of_place[place].narrow(1, first, num_rows))
@@ -555,18 +567,18 @@ def to_positions(x_BThD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) 
     batch, _, share, *dims = x_BThD.shape
     runs = x_BThD.split([num_rows for _, _, num_rows in dealing.runs], dim=1)
 
-    # For each rank of the group, the runs of consecutive positions that it owns: (B, rows, h, D) each.
+    # For each rank of the group, the runs of consecutive positions that the rank owns: (B, rows, h, D) each.
     rows_of_place = [[x_BThD[:, :0]] for _ in dealing.lengths]
     for (place, _, _), rows in zip(dealing.runs, runs, strict=True):
         rows_of_place[place].append(rows)
 
-    # What each rank gets from this rank: this rank's heads of the other rank's positions, (B · n · h · D,).
+    # For each rank, what this rank sends to it: this rank's heads of the receiver's positions, (B · n · h · D,).
     leaving = [torch.cat(rows, dim=1).flatten() for rows in rows_of_place]
     num_own = dealing.lengths[dealing.place]
     sizes = [batch * num_own * share * math.prod(dims)] * dealing.size
     received = dealer.all_to_all_single(leaving, sizes, x_BThD, moment)
     del leaving
 
-    # What each rank has sent: the other rank's heads of this rank's positions, (B, N, h, D).
+    # For each rank, what it has sent to this rank: the sender's heads of this rank's positions, (B, N, h, D).
     heads_of_place = [x.view(batch, num_own, share, *dims) for x in received]
     return torch.cat(heads_of_place, dim=2)

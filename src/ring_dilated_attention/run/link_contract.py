@@ -15,19 +15,21 @@ class Pending(Protocol):
         """Return when the messages have been sent and received. A second call returns at once."""
 
 
-Messages = Sequence[tuple[Tensor, Message]]  # (contiguous tensor to send or to fill, message)
+# Each entry is a contiguous tensor to send or to fill, and its message.
+Messages = Sequence[tuple[Tensor, Message]]
 
 
 class Link(Protocol):
     """Sends and receives the messages of a plan."""
 
     def carry(self, sends: Messages, receives: Messages, moment: str) -> Pending:
-        """Start to send and to receive messages. moment: the text by which an error refers to them."""
+        """Start to send and to receive messages. moment: the text by which an error refers to these messages."""
 
     def carry_apart(
         self, sends: Messages, receives: Messages, moment: str
     ) -> tuple[Pending, Pending]:
-        """As `carry`, but one can wait for the two kinds apart: returns the sent messages, and the received ones."""
+        """As `carry`, but returns the sent and the received messages separately, so that the caller can wait for
+        each."""
 
 
 class Dealer(Protocol):
@@ -38,8 +40,8 @@ class Dealer(Protocol):
     ) -> list[Tensor]:
         """Send the flat tensor tensors[i] to rank i, for every rank i of the group. Tensors may be empty.
 
-        Returns the flat tensors received from all ranks, with sizes[i] elements from rank i. like: a tensor of the
-        same dtype and device. moment: the text by which an error refers to this exchange.
+        Returns the flat tensors received from all ranks, with sizes[i] elements from rank i. like: a tensor that has
+        the dtype and device of all these tensors. moment: the text by which an error refers to this exchange.
         """
 
 

@@ -29,7 +29,8 @@ def merge_(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -
     The two weights add up to 1, and the second one is sigmoid(partial_lse - lse). So out' is a linear interpolation,
     which `lerp_` computes in one pass over out.
     """
-    # A partial over no keys has weight 0. If lse is -inf too, the difference is NaN, which masked_fill_ replaces.
+    # Set the weight of a partial over no keys to 0. If lse is -inf too, the difference is NaN, which masked_fill_
+    # replaces.
     weight = torch.sigmoid(partial_lse - lse).masked_fill_(partial_lse == -torch.inf, 0)
     out.lerp_(partial_out.to(out.dtype), weight.to(out.dtype).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, partial_lse.to(lse.dtype)))
@@ -38,7 +39,7 @@ def merge_(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -
 def merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Merge P partials at once: outs (P, ..., D) and lses (P, ...) to out (..., D) and lse (...)."""
     lse = lses.logsumexp(0)
-    # A partial over no keys has weight 0. The difference may be (-inf) - (-inf), which is NaN.
+    # Set the weight of a partial over no keys to 0, because the difference may be (-inf) - (-inf), which is NaN.
     weights = (lses - lse).exp_().masked_fill_(lses == -torch.inf, 0)
     return (weights.to(outs.dtype).unsqueeze(-1) * outs).sum(0), lse
 
@@ -48,8 +49,8 @@ def merge_rows(
 ) -> None:
     """Merge the partials of tiles, and write the result into some heads of out and lse.
 
-    adds: out and lse already hold a partial, which is merged with the others. Otherwise a row that is in no tile gets
-    out = 0 and lse = -inf.
+    adds: whether out and lse already hold a partial, which is merged with the partials of the tiles. If not, a row that
+    is in no tile gets out = 0 and lse = -inf.
     """
     sum_BNHD = torch.zeros_like(out_BNHD, dtype=accumulator_dtype(out_BNHD.dtype))
     sum_lse_BNH = torch.full_like(lse_BNH, -torch.inf, dtype=torch.float64)
@@ -67,8 +68,8 @@ def merge_rows(
 def add_rows(sums: Sequence[GradientSum], factor: float, *, adds: bool) -> None:
     """Add up the gradients of tiles, and write each sum into some heads of dq, dk or dv.
 
-    sums: for dq, dk and dv in this order, or for dq alone. factor: multiplies the new gradients of dq. adds: dq, dk and
-    dv already hold sums, to which the new ones are added. Otherwise a row that is in no tile gets 0.
+    sums: for dq, dk and dv in this order, or for dq alone. factor: multiplies the new gradients of dq. adds: whether
+    dq, dk and dv already hold sums, to which the new sums are added. If not, a row that is in no tile gets 0.
     """
     for i, (total_BNHD, gradients, heads) in enumerate(sums):
         sum_BNHD = torch.zeros_like(total_BNHD, dtype=accumulator_dtype(total_BNHD.dtype))
@@ -87,7 +88,8 @@ def lay_out_rows(
 ) -> None:
     """Copy each tile's rows of dout, out and lse into the three tensors of the tile.
 
-    A tile's tensor for lse may have more rows than the tile. Those are left as they are. heads: the heads of all tiles.
+    A tile's tensor for lse may have more rows than the tile. The additional rows are left as they are. heads: the heads
+    of all tiles.
     """
     for tile in tiles:
         for target, x in zip(tile.tensors, (dout_BNHD, out_BNHD, lse_BNH), strict=True):

@@ -38,18 +38,18 @@ def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
     """
     heads, first, shift, step, num_rows, segments, segment_step = rows
     batch = x_BNHD.shape[0]
-    # the strides of the tensor
+    # the strides of the tensor's dims B, N and H
     entry, position, head, *_ = x_BNHD.stride()
 
-    # The stride of the first dim. It is set here even if that dim has size 1: torch may have any stride there, and
+    # Set the stride of the view's first dim, even if that dim has size 1, because torch may have any stride there and
     # kernels compare strides.
     if segments > 1 or batch == 1:
         assert batch == 1 or entry == segments * segment_step * position, (
-            "batch and segments are two strides"
+            "no single stride leads through batch entries and segments"
         )
         entry = segment_step * position
 
-    # The strides of (B·S, heads, M, D). If the tensor is (B, N, H), the last one is dropped below.
+    # The strides of (B·S, heads, M, D). If the tensor is (B, N, H), the stride of D is dropped below.
     strides = (entry, heads.step * head + shift * position, step * position, 1)
     offset = x_BNHD.storage_offset() + first * position + heads.start * head
     sizes = (batch * segments, len(heads), num_rows, *x_BNHD.shape[3:])
