@@ -91,9 +91,10 @@ class CachePlan:
     num_kv_heads: int
     held: range | None
     max_len: int | None  # the most positions that a sequence may have
-    keep: int  # how many positions `crop` can always take back, even into a segment that has ended
+    # `crop` can always remove this many of the newest positions, even if that reopens a segment that was complete
+    keep: int
     buffers: tuple[Buffers, ...]
-    of_phase: dict[tuple[int, int], list[Buffers]]  # the same buffers, by (branch, phase)
+    of_phase: dict[tuple[int, int], list[Buffers]]  # the entries of `buffers`, by (branch, phase)
     # the segment lengths of the branches that have buffers, without the window
     lengths: tuple[int, ...]
 
@@ -103,7 +104,7 @@ class CachePlan:
 
     @property
     def num_kv_held(self) -> int:
-        heads = self.heads  # torch.compile cannot take the len of a range of variables
+        heads = self.heads  # torch.compile cannot take `len` of a range with variable bounds
         return (heads.stop - heads.start) * self.num_kv_heads // self.num_heads
 
     @property
@@ -119,8 +120,8 @@ class CachePlan:
     def kept(self, buffers: Buffers, position: int, floor: int = 0) -> range:
         """The numbers of the rows that a buffer keeps once the sequence has `position` positions.
 
-        These are the rows that the next query sees. Up to `keep` positions may also be taken back, but not below
-        `floor`. So the rows that a query would see then are kept too.
+        These are the rows that the next query sees. `crop` may remove up to `keep` positions, as long as `floor`
+        positions are left. So the rows that a query would see after that are kept too.
         """
         return range(buffers.seen(max(position - self.keep, floor)).start, buffers.before(position))
 
@@ -133,14 +134,15 @@ class CachePlan:
         A window has no segments. It adds no limit while `position - keep` is below the window's length, because all
         rows since position 0 are still there. From then on the limit is `position - keep`.
         """
-        # `lengths` is empty for a pattern without segments: then 0.
+        # The default is for a pattern without segments, whose `lengths` is empty.
         youngest = max((position - position % length for length in self.lengths), default=0)
         if self.pattern.window is not None and position - self.keep >= self.pattern.window:
             youngest = position
         return max(0, min(youngest, position - self.keep))
 
     def kept_of(self, shard: Shard, position: int) -> Iterator[tuple[Buffers, range, Span]]:
-        """For each buffer and each span of a shard: the numbers of the kept rows in the span, if there are any.
+        """For each buffer and each span of a shard: the numbers of the kept rows in the span, if the span has kept
+        rows.
 
         position: the number of positions of the sequence.
         """
@@ -177,7 +179,7 @@ def plan_cache(
         raise ValueError(
             f"keep={keep!r} must be an integer of at least 0, the positions that can be taken back."
         )
-    # This call is only for its ValueError: the pattern is not causal, or cannot run on these heads.
+    # Call `cache_rows` only for its ValueError, if the pattern is not causal or cannot run on these heads.
     pattern.cache_rows(num_heads, num_kv_heads)
     all_buffers: list[Buffers] = []
     of_phase: dict[tuple[int, int], list[Buffers]] = {}
@@ -199,7 +201,8 @@ def plan_cache(
                 is_window=is_window,
             )
             buffers = empty._replace(capacity=empty.before(longest))
-            # A segment of 2 positions has only the phases 0 and 1, however large the rate is.
+            # Skip a phase that no segment has: a segment of 2 positions has only the phases 0 and 1, however large the
+            # rate is.
             if group.phase < length and buffers.capacity:
                 all_buffers.append(buffers)
                 of_phase.setdefault((number, group.phase), []).append(buffers)
@@ -218,7 +221,7 @@ def plan_cache(
     )
 
 
-# Cached, so that all layers of a model share one plan, and the program that is made from it.
+# Cached, so that all layers of a model share one plan, and the program that is made from the plan.
 @lru_cache(maxsize=16)
 def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
     """The plan for appending `num_new` rows at a position. A tile is a block of queries times keys.
@@ -226,7 +229,8 @@ def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
     `make_plan` makes the tiles of new queries times new keys. It is told that there are two ranks: rank 0 owns the
     positions before, and rank 1 owns the new rows. This function adds the tiles of new queries times cached keys.
     """
-    # All segments start again after `period` positions. So only position mod period matters for the tiles of new rows.
+    # Borders of segments repeat after `period` positions, so the tiles of new rows depend only on position mod
+    # `period`.
     period = math.lcm(*plan.lengths)
     shards = make_shards("contiguous", (position % period, num_new))
     whole = make_plan(
@@ -241,7 +245,7 @@ def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
 
 def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Tile]:
     """The tiles of new queries times cached keys, in the segment that holds `position` or in the window."""
-    # The pieces below count rows of the phase: start and stop are row numbers, not positions. `row` is the slot of a
+    # In the pieces below, `start` and `stop` are numbers of rows of the phase, not positions. `row` is the slot of a
     # cached row, or the index of a new row in the call.
     seen = buffers.seen(position)
     keys: list[Piece] = []
@@ -255,20 +259,20 @@ def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Til
         reach = buffers.branch.window_reach(is_causal=True)
         keys, [queries] = cut_apart(keys, [(query, reach)])
     else:
-        # the new rows that lie in the segment at `position`
+        # `num_queries`: how many of the new rows of the phase lie in the segment at `position`.
         left = buffers.segment_length - position % buffers.segment_length
         num_queries = buffers.before(position + min(left, num_new)) - seen.stop
         row = buffers.position_of(seen.stop) - position
         queries = [Piece(seen.stop, seen.stop + num_queries, row)] if num_queries else []
 
     for query, key in product(queries, keys):
-        # In a segment all new rows come after all cached rows, so every query sees every key. In a window some cached
-        # rows are too far from some new rows.
+        # In a segment every query sees every key, because all new rows come after all cached rows. In a window some
+        # cached rows are too far from some new rows.
         mask = mask_between(buffers.branch, query.start, key.start, is_causal=True)
         if mask is None:
             continue
         rows = Rows(buffers.query_heads, query.row, 0, buffers.rate, query.length)
-        # The buffer of the next key/value head lies `capacity` rows further.
+        # The buffer of each key/value head lies `capacity` rows after the buffer of the head before.
         heads = range(len(buffers.kv_heads))
         cached = Rows(heads, buffers.offset + key.row, buffers.capacity, 1, key.length)
         yield Tile(rows, cached, mask, first_query=False, first_key=False)

@@ -72,14 +72,15 @@ class Phases:
         """The sum over the phases of B(x) B(y)."""
         a, rest_a = divmod(x, self.rate)
         b, rest_b = divmod(y, self.rate)
-        # B(x) is a, or a + 1 for the first more_a of the sorted phases. B(y) is b, or b + 1 for the first more_b.
+        # B(x) is a + 1 for the first `more_a` of the sorted phases, and a for the other phases. B(y) is b + 1 for the
+        # first `more_b` of them, and b for the other phases.
         more_a = bisect_left(self.phases, rest_a)
         more_b = bisect_left(self.phases, rest_b)
-        # So the product is (a + 1) (b + 1) for the first min(more_a, more_b) phases.
+        # So the product is (a + 1) (b + 1) for the first min(more_a, more_b) of the sorted phases.
         return self.num * a * b + a * more_b + b * more_a + min(more_a, more_b)
 
     def pairs(self, pieces: Pieces, length: int, *, is_causal: bool) -> int:
-        """(query, key) pairs of the queries in some pieces of a segment. length: that of the segment."""
+        """(query, key) pairs of the queries in some pieces of a segment. length: the length of the segment."""
         total = 0
         for start, stop in pieces:
             if is_causal:
@@ -109,14 +110,15 @@ class Phases:
         other ranks that its queries need. Both numbers are summed over the phases."""
         rows = [self.rows(stop) - self.rows(start) for start, stop in pieces]
         first, end = pieces[0]
-        # A single piece that is at least as long as the rate has a row of every phase. Then there is a short formula.
+        # Use a short formula for a single piece at least as long as the rate, because such a piece has a row of every
+        # phase.
         if len(pieces) == 1 and end - first >= self.rate:
             return rows, self.rows(first) if is_causal else self.rows(length) - rows[0]
 
         foreign = 0
         for num_phases, phase in self._alike(chain((length,), *pieces)):
-            # num_own counts the rows of the phase that the rank owns. last counts the rows of all ranks, up to the end
-            # of the rank's last piece with a row of the phase.
+            # `num_own`: how many rows of the phase this rank owns. `last`: how many rows of the phase, over all ranks,
+            # come before the end of this rank's last piece that has such a row.
             num_own = 0
             last = 0
             for start, stop in pieces:
@@ -131,8 +133,8 @@ class Phases:
         return rows, foreign
 
     def _alike(self, positions: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """Group the phases that have equally many rows before each of these positions. Yields the number of phases of
-        each group, and one of them."""
+        """Group the phases that have equally many rows before each of these positions. Yields for each group the number
+        of its phases, and one phase of the group."""
         marks = {0, self.num, *(bisect_left(self.phases, x % self.rate) for x in positions)}
         for lo, hi in pairwise(sorted(marks)):
             yield hi - lo, self.phases[lo]
@@ -152,7 +154,8 @@ class Counter:
         self.pattern = job.pattern
         self.borders = job.borders
 
-        # An entry for each branch: the phase of every query head, and the phases at which key/value heads are read.
+        # `queries` and `keys` have an entry for each branch: the phase of every query head, and the phases that are
+        # read from key/value heads.
         self.queries: list[Phases] = []
         self.keys: list[Phases] = []
         for branch, (_, rate, _) in enumerate(self.pattern.branches):
@@ -175,7 +178,8 @@ class Counter:
         is_causal = self.pattern.is_causal
         for number, branch in enumerate(self.pattern.branches):
             queries = self.queries[number]
-            # The rank's pieces of each segment that lies only partly in a span of the rank.
+            # `own_pieces`: for each segment that lies only partly in a span of the rank, the pieces of the segment that
+            # the rank owns.
             own_pieces: dict[Span, list[tuple[int, int]]] = {}
             for span in sorted(self.job.shards[rank]):
                 for start, stop, segment in own_sections(span, self.borders, branch):
@@ -191,7 +195,8 @@ class Counter:
                 own, foreign = self.keys[number].own_and_foreign(
                     pieces, length, is_causal=is_causal
                 )
-                # If causal, other ranks need a rank's pieces at different hops, so each piece is its own chunk.
+                # Count each piece as its own chunk if causal, because other ranks then need the pieces at different
+                # hops.
                 rows = tuple([2 * x for x in own]) if is_causal else (2 * sum(own),)
                 if any(rows):
                     shares.append(SegmentShare((number, segment.start), rows, 2 * foreign))
@@ -205,7 +210,7 @@ class Counter:
                 for ring in rings:
                     if rank in ring.ranks:
                         place = (window.number, ring.origin)
-                        # Only the owner of the rows has a chunk with rows. The others have empty ones.
+                        # Only the owner's chunk has rows. The chunks of the other ranks are empty.
                         size = sum(chunk.size for chunk in ring.chunks)
                         is_owner = bool(ring.keys[ring.place_of(rank)])
                         shares.append(SegmentShare(place, (size,), 0 if is_owner else size))
@@ -219,7 +224,8 @@ class Segment(NamedTuple):
     """
 
     sharers: int  # the number of ranks that share the segment
-    # A rank has one or two chunks of the segment. largest[0] is the size of the largest first chunk of any rank.
+    # A rank has one or two chunks of the segment. largest[0] is the size of the largest first chunk over all ranks, and
+    # largest[1] that of the largest second chunk.
     largest: tuple[int, ...]
     received: int  # the size of all keys and values that ranks receive
 
@@ -234,7 +240,7 @@ class JobCount(NamedTuple):
     received: the size of the keys and values that the rank receives.
     buffers: about the size of the rank's buffer of chunks. A plan may need a smaller or a larger buffer, because it
         splits the heads of a segment among several rings.
-    segments: the key is (branch, start of the segment).
+    segments: what ranks hold and receive of each segment, by (branch, start of the segment).
     """
 
     pairs: list[int]

@@ -30,7 +30,7 @@ def deal(shards: Sequence[Shard], place: int) -> tuple[Dealing, Shard]:
 
     shards: the shards of the group's ranks. place: the rank's number in the group.
     """
-    # each span with its owner's place in the group, and the owner's local row at which it begins
+    # `spans`: each span, the place of its owner in the group, and the owner's local row at which the span begins.
     spans: list[tuple[Span, int, int]] = []
     for owner, shard in enumerate(shards):
         for span, row in zip(shard, first_rows(shard), strict=False):

@@ -32,8 +32,8 @@ ALL_TO_ALL_SAVING = 3
 class RankPlan(NamedTuple):
     """What a rank does under an exchange.
 
-    plan: the tiles that it computes and the chunks that it sends, for the heads that it has after dealing.
-    dealing: how it deals heads before and after that; None if heads are not dealt.
+    plan: the tiles that the rank computes and the chunks that it sends, for the heads that it has after dealing.
+    dealing: how the rank deals heads before and after the attention; None if heads are not dealt.
     """
 
     plan: Plan
@@ -146,8 +146,8 @@ def choose_exchange(job: Job, sizes: Sizes) -> Choice:
             "ring",
             f"{ring}; {num_kv_held} key/value heads cannot be dealt to {job.num_ranks} ranks",
         )
-    # The bytes that a rank sends to deal heads are linear in its number of positions. So the rank that sends most has
-    # the most or the fewest positions.
+    # The bytes that a rank sends to deal heads are linear in its number of positions. So either the rank with the most
+    # positions or the rank with the fewest sends the most.
     heads = (len(job.held_heads), num_kv_held)
     by_longest = dealt_bytes(lengths, lengths.index(max(lengths)), heads, sizes, backward=False)
     by_shortest = dealt_bytes(lengths, lengths.index(min(lengths)), heads, sizes, backward=False)
@@ -184,9 +184,9 @@ def dealt_bytes(
 
     Args:
         lengths: how many positions each rank of the group owns.
-        rank: the rank's place in the group.
+        rank: the place of the sending rank in the group.
         heads: (query heads, key/value heads) before they are dealt.
-        has_dlse: lse has a gradient.
+        has_dlse: whether lse has a gradient.
     """
     size = len(lengths)
     own = lengths[rank]

@@ -61,7 +61,7 @@ def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> ra
         raise ValueError(
             f"heads_held={heads_held} are not consecutive heads of num_heads={num_heads}."
         )
-    # torch.compile cannot take the len of a range of variables
+    # Subtract the bounds, because torch.compile cannot take `len` of a range with variable bounds.
     if heads_held.stop - heads_held.start != num_held:
         raise ValueError(
             f"heads_held={heads_held} are {len(heads_held)} heads, and query holds {num_held}."

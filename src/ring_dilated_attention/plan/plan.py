@@ -27,11 +27,11 @@ class Tile(NamedTuple):
     query: Rows
     key: Rows | Block
     mask: str  # which of the keys a query row sees (`sight.py`)
-    # Whether no earlier tile has results for these query rows. Then results are written, otherwise added.
+    # Whether no earlier tile has results for these query rows. If so, the results are written there, otherwise added.
     first_query: bool
-    # Whether no earlier tile has gradients for these key rows.
+    # Whether no earlier tile has gradients for these key rows. If so, the gradients are written there, otherwise added.
     first_key: bool
-    # Where this rank's chunks hold a copy of the key rows, if they do. Kernels read the copy faster.
+    # The block of this rank's chunks that holds a copy of the key rows, or None. Kernels read the copy faster.
     packed: Block | None = None
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Tile(NamedTuple):
         num_heads = len(query.heads)
         num_kv_heads = len(key.heads)
 
-        # how many query heads, counted once for each segment, have max_rows rows together
+        # `most`: how many query heads, counted once for each segment, have `max_rows` rows together.
         most = max_rows // max(query.num_rows, key.num_rows)
         heads = max(fewest_heads, most * num_kv_heads // num_heads)
         segments = query.segments
@@ -86,7 +86,8 @@ class Message(NamedTuple):
     size: int
     owner: int  # the rank that packed the chunk
     is_gradient: bool = False
-    packed: int = 0  # for a chunk of this rank: where it lies in the buffer of this rank's chunks
+    # For a chunk of this rank: where the chunk lies in the buffer of this rank's chunks.
+    packed: int = 0
 
 
 class Hop(NamedTuple):
@@ -105,7 +106,8 @@ class Hop(NamedTuple):
     # received chunks to whose gradients no other rank has added yet
     grad_starts: tuple[Message, ...] = ()
     grad_sends: tuple[Message, ...] = ()  # gradients of received chunks
-    # sums for the chunks that arrive at the next hop, and finished gradients of this rank's chunks
+    # The sums so far of the gradients of chunks that arrive at the next hop, and finished gradients of this rank's
+    # chunks.
     grad_receives: tuple[Message, ...] = ()
     # this rank's chunks, each with the rank that meets it at this hop; only `gathered` uses this field
     targets: tuple[Message, ...] = ()
@@ -132,8 +134,8 @@ class Plan:
     chunk_size: int
     received_size: int
     home_size: int
-    # Whether every query row is in a tile with `first_query`, and every key row in a tile with `first_key`. Then the
-    # accumulators need not be filled with zeros.
+    # Whether every query row is in a tile with `first_query` set, and every key row in a tile with `first_key` set. If
+    # so, the accumulators need not be filled with zeros.
     query_covered: bool
     key_covered: bool
     cached: tuple[Tile, ...] = ()  # queries times rows of a cache (one rank, forward only)
@@ -185,10 +187,11 @@ def gathered(plan: Plan) -> Plan:
     received.sort(key=lambda x: x[0].owner)
     targets = sorted((m for hop in plan.hops for m in hop.targets), key=lambda m: m.peer)
 
-    # Give each received chunk its own offset in the buffer, since all are held at the same time.
+    # Give each received chunk its own offset in the buffer, because the buffer holds all chunks at the same time.
     chunks: list[Message] = []
     received_size = 0
-    # for each hop of the ring: its messages, each with its new offset in the buffer
+    # `moved`: for each hop of the ring, the messages that it receives, each with the message's new offset in the
+    # buffer.
     moved: list[list[tuple[Message, int]]] = [[] for _ in plan.hops]
     for message, s in received:
         chunks.append(Message(message.owner, received_size, message.size, message.owner))
@@ -202,7 +205,7 @@ def gathered(plan: Plan) -> Plan:
         gradients.append(target._replace(offset=home_size, is_gradient=True))
         home_size += target.size
 
-    # Move the keys of tiles to the new offsets. To find a tile's chunk, look in which old slice the tile's block lies.
+    # Move the keys of tiles to the new offsets. A tile's chunk is the one in whose old slice the tile's block lies.
     tiles: list[Tile] = []
     for hop, moved_chunks in zip(plan.hops, moved, strict=True):
         for tile in hop.tiles:

@@ -73,7 +73,8 @@ class RingMaker:
             ranks = tuple(pieces_of_ranks)
             pieces = tuple(map(tuple, pieces_of_ranks.values()))
 
-            # If the rows of two ranks lie at the same offsets, both ranks have the same Chunk object.
+            # `chunk_of`: the chunks that have been made. Two ranks get the same Chunk object if their rows lie at the
+            # same offsets.
             chunk_of: dict[tuple, Chunk] = {}
             for together, hops in self._carried_together(pieces):
                 chunks: list[Chunk] = []
@@ -110,15 +111,15 @@ class RingMaker:
         of a rank at different hops. Then there is a ring for the first pieces of all ranks, one for the second pieces,
         and so on.
 
-        pieces: those of each place of the ring. Yields for each ring a slice of a rank's pieces, and for each place the
-        ranges of hops at which its chunk is needed.
+        pieces: the pieces of each place of the ring. Yields for each ring a slice of a rank's pieces, and for each
+        place the ranges of hops at which its chunk is needed.
         """
         if self.pattern.is_causal:
             needed = causal_hops([[piece.start for piece in of_place] for of_place in pieces])
         else:
             needed = [[all_hops(len(pieces))] * len(of_place) for of_place in pieces]
 
-        # One ring, if for every place all its pieces are needed at the same hops.
+        # Make one ring if, at every place, all pieces are needed at the same hops.
         if all(len(set(of_place)) == 1 for of_place in needed):
             hops = tuple(of_place[0] for of_place in needed)
             if any(hops):
@@ -169,7 +170,7 @@ class RingMaker:
                 first = stop
 
         for same_sharers, groups in groups_of_sharers.items():
-            if len(same_sharers) < 2:  # a single rank has all rows, so none is sent
+            if len(same_sharers) < 2:  # a single rank has all rows, so no row is sent
                 continue
 
             phases = {phase for group in groups for phase in group.phases}

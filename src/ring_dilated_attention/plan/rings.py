@@ -29,7 +29,8 @@ from .rows import Band, Block, Piece, make_bands
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """The rows of some neighbouring heads (a band) in one piece of a rank's shard, as a block of the rank's chunk.
+    """One block of a chunk (what a rank sends): the rows of one piece of the rank's shard, for a band of neighbouring
+    heads.
 
     piece: the index of the piece among the rank's pieces in `Ring.keys`.
     """
@@ -69,12 +70,13 @@ class Ring:
     queries: tuple[tuple[Piece, ...], ...]
     keys: tuple[tuple[Piece, ...], ...]
     chunks: tuple[Chunk, ...]
-    needed: tuple[Hops, ...]  # the ranges of hops at which another rank needs the rank's chunk
+    # The ranges of hops at which another rank needs the chunk of the rank at this place.
+    needed: tuple[Hops, ...]
 
     def meets(self, chunk: int, s: int) -> bool:
         """Whether a chunk is needed at hop s, when it is due at place chunk + s (modulo the number of places).
 
-        chunk: the place of its owner.
+        chunk: the place of the chunk's owner.
         """
         for first, last in self.needed[chunk]:  # noqa: SIM110 (`any` takes three times as long)
             if first <= s <= last:
@@ -112,13 +114,15 @@ def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
     """
     num_places = len(starts)
     hops: list[list[Hops]] = [[()] * len(of_place) for of_place in starts]
-    # The loop goes from the latest piece to the earliest. The earlier a piece, the more places need it.
+    # List every piece with its place and its index there. The loop below goes from the latest piece to the earliest,
+    # because the earlier a piece starts, the more places need it.
     pieces = [
         (start, place, i)
         for place, of_place in enumerate(starts)
         for i, start in enumerate(of_place)
     ]
-    # the places that need none of the pieces so far, sorted by the start of their last piece
+    # `waiting`: the places that need none of the pieces that the loop has seen, sorted by the start of their last
+    # piece.
     waiting = sorted(range(num_places), key=lambda place: starts[place][-1])
     needed_by: list[tuple[int, int]] = []  # the ranges of places that need the current piece
     for start, place, i in sorted(pieces, reverse=True):

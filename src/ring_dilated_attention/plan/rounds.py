@@ -12,7 +12,7 @@ With 2 or 3 ranks both numbers are the same. So each rank then sends to all othe
 
 from collections.abc import Iterator
 
-MOST_AT_ONCE = 3  # with at most this many ranks, each sends to all others in a single round
+MOST_AT_ONCE = 3  # with at most this many ranks, each rank sends to all others in a single round
 
 
 def num_rounds(num_ranks: int) -> int:

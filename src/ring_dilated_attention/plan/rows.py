@@ -144,7 +144,8 @@ class Section(NamedTuple):
 
     start: int
     stop: int
-    # Where the segment begins and ends, if this is a piece of a segment that goes on outside the span.
+    # Where the whole segment begins and ends, if the section is a piece of a segment that goes on outside the span.
+    # None for whole segments.
     segment: Span | None = None
 
 
@@ -154,7 +155,7 @@ def own_sections(span: Span, borders: Sequence[int], branch: Branch) -> Iterator
     An example: segments of 8 positions and a span 5..27 in one document give the sections 5..7 (a piece), 8..23 (two
     whole segments) and 24..27 (a piece). A window has no segments: the span's part of each document is one section.
 
-    borders: those of the documents, (0, ..., n).
+    borders: the borders (0, ..., n) of packed documents.
     """
     for i in range(bisect_right(borders, span.start) - 1, bisect_left(borders, span.stop)):
         document = borders[i]
@@ -165,7 +166,7 @@ def own_sections(span: Span, borders: Sequence[int], branch: Branch) -> Iterator
             yield Section(start, stop)
             continue
         length = branch.segment_length
-        # the first border of a segment at or after start
+        # the first position at or after `start` at which a segment begins
         whole = document - (document - start) // length * length
         if start < whole:
             yield Section(start, min(whole, stop), Span(whole - length, min(whole, end)))
@@ -178,7 +179,7 @@ def own_sections(span: Span, borders: Sequence[int], branch: Branch) -> Iterator
             yield Section(last, stop, Span(last, min(last + length, end)))
 
 
-# Cached, because it is called with the same piece of queries for each received chunk.
+# Cached, because the planner asks for the bands of the same piece of queries for each received chunk.
 @lru_cache(maxsize=1024)
 def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[Band, ...]:
     """Cut a head group into bands for a piece. Heads without rows in the piece are left out.
@@ -186,17 +187,19 @@ def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[
     origin: where the segment starts. rate: the dilation rate of the branch.
     """
     bands: list[Band] = []
-    # Heads that read the same phase are one band. On a diagonal each head reads another phase.
+    # Heads that read the same phase join a band together. On a diagonal each head reads another phase, and joins by
+    # itself.
     heads_at_once = 1 if group.phase_step else len(group.query_heads)
     for j, phase in enumerate(group.phases):
-        # how many positions of the piece come before its first row of the phase
+        # `ahead`: how many positions of the piece come before its first row of the phase.
         ahead = (origin + phase - piece.start) % rate
         num_rows = -(-(piece.length - ahead) // rate)
         row = piece.row + ahead
         if num_rows <= 0:
             continue
 
-        # A head joins the band of the head before if it has as many rows, and its first row is one position later.
+        # Add the head to the band of the head before, if both have equally many rows and this head's first row is one
+        # position later.
         last = bands[-1] if bands else None
         if last and (last.hi, last.num_rows, last.first + j - last.lo) == (j, num_rows, row):
             bands[-1] = last._replace(hi=j + 1)

@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 
 Shard = tuple[Span, ...]
-Borders = tuple[int, ...] | None  # borders (0, ..., n) of packed documents; None: one document
+Borders = tuple[int, ...] | None  # borders (0, ..., n) of packed documents; None for one document
 
 
 @lru_cache(maxsize=64)
@@ -47,8 +47,8 @@ def _zigzag_shards(lengths: Sequence[int], documents: Borders) -> tuple[Shard, .
     borders = accumulate(split_lengths(sum(lengths), 2 * num_shards), initial=0)
     slices = [Span(a, b) for a, b in pairwise(borders)]
 
-    # The two slices of the last rank are neighbours. They stay two spans, since other ranks need them at different
-    # hops of a ring.
+    # Keep two spans even for the last rank, whose slices are neighbours, because other ranks need the slices at
+    # different hops of a ring.
     pairs = [(slices[k], slices[-1 - k]) for k in range(num_shards)]
     return tuple(tuple(span for span in pair if span.start < span.stop) for pair in pairs)
 
@@ -60,8 +60,9 @@ def _document_shards(lengths: Sequence[int], documents: Borders) -> tuple[Shard,
 class Sharding(NamedTuple):
     """A rule by which ranks share a sequence."""
 
-    # (number of positions of every rank, borders of packed documents) -> the shard of every rank. If takes_lengths is
-    # False, only the number of ranks and the sum of their positions matter: the rule fixes the lengths itself.
+    # (number of positions of every rank, borders of packed documents) -> the shard of every rank. If `takes_lengths` is
+    # False, only the number of ranks and the sum of their positions matter, because the rule itself decides the
+    # lengths.
     shards: Callable[[Sequence[int], Borders], tuple[Shard, ...]]
     # whether the caller may choose how many positions each rank owns (`ShardSpec.align` and `ShardSpec.lengths`)
     takes_lengths: bool = False
@@ -129,8 +130,8 @@ class ShardSpec(NamedTuple):
     num_shards: int  # the number of ranks
     align: int = 1
     lengths: tuple[int, ...] | None = None
-    # On a 2-D mesh the sharding makes one larger shard for each group of `inner` neighbouring ranks, which cut it into
-    # slices. Otherwise 1.
+    # How many neighbouring ranks cut one larger shard, which the sharding makes for these ranks, into slices (the last
+    # axis of a 2-D mesh). 1: the sharding makes a shard for each rank.
     inner: int = 1
 
     @property
@@ -192,7 +193,7 @@ def slice_shard(shard: Shard, lengths: Sequence[int]) -> tuple[Shard, ...]:
     """Cut a shard, in its local order, into slices of the given lengths."""
     slices: list[Shard] = []
     for a, b in pairwise(accumulate(lengths, initial=0)):
-        # the part of each span that lies in local rows a..b-1
+        # `spans`: the part of each span that lies in the local rows a..b-1.
         spans: list[Span] = []
         for (start, stop), row in zip(shard, first_rows(shard), strict=False):
             clipped = Span(start + max(a - row, 0), min(start + b - row, stop))
@@ -252,9 +253,11 @@ def check_documents(borders: Sequence[int], seq_len: int) -> None:
             )
 
 
-@lru_cache(maxsize=64)  # cached, because every layer of a model calls this with the same borders
+# cached, because every layer of a model makes this call with the same borders
+@lru_cache(maxsize=64)
 def documents_of(borders: Borders, seq_len: int) -> Borders:
-    """The same borders, once checked. ValueError if they are invalid. None for one document."""
+    """Check borders of packed documents and return them. ValueError if they are invalid. None (one document) stays
+    None."""
     if borders is not None:
         check_documents(borders, seq_len)
     return borders

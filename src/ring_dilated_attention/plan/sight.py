@@ -38,7 +38,7 @@ FROM_END = "causal from the end"
 class Meeting(NamedTuple):
     """A range of queries times a range of keys, under a mask.
 
-    It is repeated: there are `number` such pairs of ranges, each `step` positions further on than the one before.
+    The meeting stands for `number` such pairs of ranges, each `step` positions after the pair before.
     """
 
     queries: range
@@ -96,7 +96,7 @@ def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[
     """
     if reach == 0:
         return
-    # the number of borders between blocks that are followed by at least `reach` positions
+    # `number`: how many borders between blocks are followed by at least `reach` positions.
     number = (length - reach) // size
     if number:
         before = range(size - reach, size)
@@ -105,8 +105,8 @@ def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[
         if not is_causal:
             yield Meeting(before, after, CAUSAL, number, size)
     border = (number + 1) * size
-    # The last block may be short, with m queries. The mask over the m farthest of the `reach` keys before it is a
-    # triangle. All m queries see all nearer keys.
+    # Yield the meetings of the last block, which may be short, with m queries. Over the m farthest of the `reach` keys
+    # before the block the mask is a triangle. All m queries see all nearer keys.
     if border < length:
         before = range(border - reach, border)
         after = range(border, length)

@@ -17,9 +17,9 @@ from .plan import Message, Tile
 from .rows import Block, Rows
 
 OWN_ROWS = "own rows"  # a tile reads its keys from the tensor "key", not from a buffer
-CACHED_ROWS = "cached rows"
+CACHED_ROWS = "cached rows"  # a tile reads its keys from the memory of a cache
 OWN_CHUNKS, RECEIVED = BUFFERS = ("own chunks of K and V", "received chunks of K and V")
-# Before a number of rows is compared with `Traits.most_rows`, it is rounded up to a multiple of this.
+# A number of rows is rounded up to a multiple of ROW_BLOCK before it is compared with `Traits.most_rows`.
 ROW_BLOCK = 128
 GRADIENTS = ("dK and dV of received chunks", "dK and dV that arrive")
 STAGES = ("forward", "backward")
@@ -28,8 +28,8 @@ STAGES = ("forward", "backward")
 class Packing(NamedTuple):
     """When rows are copied before a kernel reads them. In a copy the rows lie side by side in memory.
 
-    Inputs of 16 bits are always copied, to float32. So the results of a tile are float32 too and are not rounded. (The
-    exception are tiles with the rows of a cache.)
+    Inputs of 16 bits are always copied, to float32. So the results of a tile are float32 too and are not rounded. (In a
+    tile with rows of a cache nothing is copied.)
 
     Inputs of 32 or 64 bits are copied only in forward, and only where that is faster. The rows must lie at least
     `distance` bytes apart. And each head of a segment must have at least num_bytes / itemsize query rows and key rows
@@ -39,33 +39,33 @@ class Packing(NamedTuple):
     distance: int
     num_bytes: int
     # The most rows that are copied at a time. A larger tile is split along heads and segments. If a single head of a
-    # single segment has more rows, they are copied only if they have 16 bits.
+    # single segment has more rows, these rows are copied only if their elements have 16 bits.
     max_rows: int
 
 
 class CallFacts(NamedTuple):
     """The facts of a call on which its program depends, beside the plan."""
 
-    rounds_results: bool = False  # whether tiles' results have 16 bits, unlike the accumulators
+    rounds_results: bool = False  # whether results of tiles have 16 bits, unlike accumulators
     batch: int = 1
-    # Whether batch entries lie in memory right after one another, like segments. If so, one kernel call can take the
+    # Whether each batch entry begins in memory where the entry before ends. If so, one kernel call can take the
     # segments of all entries. If not, a tile of several segments takes a call for each entry.
     folds: bool = True
-    # how heads are dealt before and after the work; None if they are not
+    # how ranks deal heads (exchange them for positions) before and after the attention; None if they do not
     dealing: Dealing | None = None
-    has_dlse: bool = False  # whether lse has a gradient (backward)
+    has_dlse: bool = False  # whether lse has a gradient in backward
     packing: Packing | None = None  # a trait of the kernel (`Traits.packing`)
     # bytes from one position to the next in query, and in key and value
     distances: tuple[int, int] = (0, 0)
     itemsize: int = 4  # bytes of an element of query, key and value
-    most_rows: int | None = None  # the most rows of a call in backward (`Traits.most_rows`)
-    # How many rows of D elements of tiles' results are kept, before one pass merges or adds them all. None: each result
-    # is merged or added as soon as it is computed.
+    most_rows: int | None = None  # the most query rows of a call in backward (`Traits.most_rows`)
+    # How many rows of tiles' results, of D elements each, are kept before one pass merges or adds all of them. None:
+    # each result is merged or added as soon as it is computed.
     kept_rows: int | None = None
 
 
 class Sizes(NamedTuple):
-    """The sizes from which bytes follow.
+    """The sizes from which numbers of bytes are computed.
 
     itemsize: bytes of an element of query, key and value.
     num_threads: the threads of a CPU kernel, each of which needs scratch memory.
@@ -83,14 +83,15 @@ class Sizes(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """A plan counts sizes in units of B * D elements. This is B * D."""
+        """The number of elements in a unit, B * D. Plans count sizes in units."""
         return self.batch * self.head_dim
 
 
 class Deal(NamedTuple):
     """Exchange a tensor between ranks.
 
-    to_heads: the rank has all heads of its own positions, and gets some heads of all positions. False: the way back.
+    to_heads: True if the rank gives all heads of its own positions, and gets some heads of all positions. False for the
+    way back.
     """
 
     name: str
@@ -106,7 +107,8 @@ class Pack(NamedTuple):
 
 
 class Take(NamedTuple):
-    """Allocate an unfilled buffer. is_sum: it has the dtype of accumulators, else that of query, key and value."""
+    """Allocate an unfilled buffer. is_sum: whether the buffer has the dtype of accumulators. If not, it has the dtype
+    of query, key and value."""
 
     name: str
     size: int
@@ -137,7 +139,7 @@ class Post(NamedTuple):
     moment: str  # the text by which an error refers to this post
     sends: tuple[BufferSlice, ...]
     receives: tuple[BufferSlice, ...]
-    # whether the program waits for the sent messages and for the received ones at different times
+    # whether the program waits for the sent messages at another time than for the received messages
     is_apart: bool = False
 
 
@@ -158,8 +160,8 @@ class Zero(NamedTuple):
 class Start(NamedTuple):
     """Make an accumulator. The name "out" stands for out and lse.
 
-    is_covered: every row is written before anything is added to it, so the accumulator need not be filled with zeros.
-    is_result: the accumulator is written only once, so it has the dtype of the result.
+    is_covered: whether every row is written before anything is added to it, so that no row must start as zero.
+    is_result: whether the accumulator is written only once. If so, it has the dtype of the result.
     """
 
     name: str
@@ -174,7 +176,8 @@ class Compute(NamedTuple):
     entry: int | None  # the batch entry, or None for all batch entries in one call
     what: str  # "partial" (out and lse) or "gradients" (dq, dk and dv)
     keys: str  # the buffer that holds the keys and values, or OWN_ROWS, or CACHED_ROWS
-    # names of the tensors whose rows are first copied: then they lie side by side and have the accumulators' dtype
+    # The names of the tensors whose rows are copied before the kernel reads them. In the copies the rows lie side by
+    # side and have the accumulators' dtype.
     copied: tuple[str, ...] = ()
 
 
@@ -190,7 +193,7 @@ class Merge(NamedTuple):
 
     adopt       the partial has all rows, and becomes the accumulator
     write       the partial is written into its rows, since nothing is there yet
-    merge       the partial is merged with what is there
+    merge       the partial is merged with the result that is there
     keep        the partial is kept until a `Gather` step
     """
 
@@ -215,8 +218,8 @@ class Add(NamedTuple):
 class Gather(NamedTuple):
     """Merge all kept partials, or add all kept gradients, in one pass over the rows of some heads.
 
-    names: the accumulators; "out" stands for out and lse. adds: the accumulators already hold results, to which the
-    kept ones are added.
+    names: the accumulators; "out" stands for out and lse. adds: whether the accumulators already hold results, to which
+    the kept results are added.
     """
 
     names: tuple[str, ...]
@@ -249,7 +252,8 @@ class Traits(NamedTuple):
     # (head dim, whether lse has a gradient) -> the most query rows in a call of backward, summed over heads and
     # segments. For this sum the rows of a head in a segment are rounded up to a multiple of ROW_BLOCK. None: no limit.
     most_rows: Callable[[int, bool], int] | None = None
-    # For a kernel that merges the results of many tiles at once (`Kernel.merging`): the most bytes of results to keep.
+    # For a kernel that merges the results of many tiles at once (`Kernel.merging`): the most bytes of results that are
+    # kept.
     kept_bytes: int = 2**29
 
 

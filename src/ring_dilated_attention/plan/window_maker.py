@@ -30,8 +30,8 @@ class Portion(NamedTuple):
     document: Span
 
 
-# A portion's keys, cut into pieces; and for each other portion with queries that see some of these keys, its queries,
-# cut into pieces. `rows.cut_apart` cuts both.
+# For a portion: its keys, cut into pieces. And for each other portion whose queries see some of these keys: the portion
+# and its queries, cut into pieces. `rows.cut_apart` cuts both.
 Sight = tuple[list[Piece], list[tuple[Portion, list[Piece]]]]
 
 
@@ -68,7 +68,7 @@ class WindowMaker:
         """
         borders = self.job.borders
         for span in self.job.shards[rank]:
-            # the documents in which the span begins and ends
+            # the numbers of the documents in which the span begins and ends
             first = bisect_right(borders, span.start) - 1
             last = bisect_left(borders, span.stop) - 1
             for i in sorted({first, last}):
@@ -127,7 +127,8 @@ class WindowMaker:
         return seen if self.is_causal else [*seen, *self.after(portion)]
 
     def crossings(self, rank: int) -> Iterator[Crossing]:
-        """What a rank's queries see in other portions than their own. These may be of the same rank or of others."""
+        """What a rank's queries see in other portions than their own. The other portions may be of the same rank or of
+        other ranks."""
         for portion in self.portions(rank):
             for seen in self.seen_from(portion):
                 keys, queries = self.sight_of(seen)
@@ -166,7 +167,8 @@ class WindowMaker:
         """The ring that carries some rows (`keys`) of a portion to the ranks that see them."""
         ranks = sorted((portion.rank, *ranks_that_see))
 
-        # The pieces of queries of each rank of the ring that see the rows. The owner of the rows has none.
+        # `seeing`: for each rank of the ring, its pieces of queries that see the rows. The owner of the rows has no
+        # such piece.
         seeing: dict[int, list[Piece]] = {rank: [] for rank in ranks}
         _, queries = self.sight_of(portion)
         for other, pieces in queries:
@@ -176,7 +178,8 @@ class WindowMaker:
                 if any(self.mask(query, key) for key in keys):
                     seeing[other.rank].append(query)
 
-        # Only the owner of the rows has keys and a chunk with rows. The other ranks have empty ones.
+        # Give keys, and a chunk with rows, to the owner of the rows only. The other ranks get no keys and an empty
+        # chunk.
         is_owner = [rank == portion.rank for rank in ranks]
         chunk = make_chunk(self.groups, keys, 0, portion.piece.start, 1)
         hops = all_hops(len(ranks))
