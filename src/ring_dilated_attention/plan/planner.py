@@ -35,7 +35,7 @@ def make_plan(job: Job, rank: int) -> Plan:
     packed_rows: dict[Rows | Block, Block] = dict(packs)
     blocks: list[Tile] = []
     for tile in local:
-        if hops:  # without hops nothing is packed
+        if hops:  # without hops no chunk is packed
             tile = tile._replace(packed=packed_rows.get(tile.key))
         blocks += planner.blocks_of(tile, rank)
 
@@ -74,17 +74,18 @@ class _Planner:
         # cached, because all ranks of a ring ask for the same rings
         self.rings_of = cache(RingMaker(job, self.index, self.groups).rings)
         self.window = window_of(job, self.index)
-        # Cached, because in many chunks the rows lie at the same offsets. Tiles with such chunks are the same.
+        # Cached, because in many chunks the rows lie at the same offsets, and then the tiles with these chunks are
+        # equal.
         self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)
 
     def covers(self) -> tuple[bool, bool]:
-        """Whether every query row is in a tile that is the first for the row, and whether every key row is in one.
+        """Whether every query row is in a tile with `first_query` set, and whether every key row is in a tile with
+        `first_key` set.
 
-        Only tiles with `Tile.first_query` or `Tile.first_key` count. At rate 1 every row is in a tile of its branch. At
-        a higher rate some rows are in none.
+        At rate 1 every row is in a tile of the branch. At a higher rate some rows are in no tile of the branch.
         """
-        # The first branch's tiles are the first for its heads. Under "split" each branch has heads of its own, so its
-        # tiles are the first too.
+        # `first_rates`: the rates of the branches whose tiles are the first for their rows. This is branch 0, or under
+        # "split" every branch, because each branch then has query heads of its own.
         rates = [branch.dilation_rate for branch in self.pattern.branches]
         first_rates = rates[:1] if self.pattern.heads == "all" else rates
         is_covered = set(first_rates) == {1}
@@ -95,10 +96,11 @@ class _Planner:
         tiles: list[Tile] = []
         rings: dict[tuple[int, int], tuple[Ring, ...]] = {}  # by (branch, origin)
         for number, branch in enumerate(self.pattern.branches):
-            # The pieces of the sequence that the rank owns. Each comes with the segment of which it is a part, or with
-            # None if it is one or more whole segments.
+            # `sections`: the pieces of the sequence that the rank owns, each with the segment of which it is a part, or
+            # with None if the piece is one or more whole segments.
             sections: list[tuple[Piece, Span | None]] = []
-            # The rank's pieces of each segment that lies only partly in a span of the rank.
+            # `own_pieces`: for each segment that lies only partly in a span of the rank, the pieces of the segment that
+            # the rank owns.
             own_pieces: dict[Span, list[Piece]] = {}
             for span in self.shards[rank]:
                 for start, stop, segment in own_sections(span, self.borders, branch):
@@ -112,9 +114,11 @@ class _Planner:
                     tiles += self.section_tiles(number, piece)
                 elif segment in own_pieces:
                     rings[number, segment.start] = self.rings_of(number, *segment)
-                    # `pop` takes the segment out, so that it is done once even if the rank has two pieces of it.
+                    # Take the segment out of `own_pieces`, so that it is done only once even if the rank has two pieces
+                    # of it.
                     pieces = sorted(own_pieces.pop(segment))
-                    # Each piece times itself comes first: these results may be written, and the others are added.
+                    # Put the pairs of a piece with itself first, because their results may be written. The results of
+                    # other pairs are added.
                     pairs = sorted(product(pieces, pieces), key=lambda pair: pair[0] != pair[1])
                     for query, key in pairs:
                         mask = self.mask(number, query, key)
@@ -167,8 +171,9 @@ class _Planner:
         """
         rate = self.pattern.branches[number].dilation_rate
 
-        # Tiles of the first branch write, and those of later branches add. Under "split" tiles of all branches write,
-        # since each branch has heads of its own. But branches may share key/value heads.
+        # Tiles of branch 0 write their results, and tiles of later branches add their results. Under "split" tiles of
+        # every branch write, because each branch has query heads of its own. But branches may share key/value heads,
+        # and then tiles of later branches add gradients of keys.
         is_split = self.pattern.heads == "split"
         first_query = query == key and (number == 0 or is_split)
         first_key = query == key and (number == 0 or (is_split and not self.shares_kv))
@@ -220,7 +225,7 @@ class _Planner:
 
         tiles: list[Tile] = []
         for query_band, key_band in matches(query_bands, [entry.band]):
-            # The block may have more heads than the tile. `start` is the first one that the tile reads.
+            # The block may have more heads than the tile. `start` is the first head of the block that the tile reads.
             start = key_band.lo - entry.band.lo if key_band.group.phase_step else 0
             block = entry.block._replace(
                 offset=offset + entry.block.offset,
@@ -229,7 +234,8 @@ class _Planner:
             )
             rows = query_band.query_rows(rate)
 
-            # Tiles with received chunks add their results, since the rank computes its local tiles before.
+            # Leave both flags False, because the rank computes its local tiles before, and adds the results with
+            # received chunks.
             tile = Tile(rows, block, mask, first_query=False, first_key=False)
             tiles += self.blocks_of(tile, rank)
         return tuple(tiles)
@@ -241,7 +247,7 @@ class _Planner:
         the kernel's threads need. A tile of all rows that comes first stays whole, because its result becomes the
         accumulator.
         """
-        # Both sizes are numbers of rows of one head: a position with 8 heads has 8 such rows.
+        # `local_size` and `size` count rows of one head: a position with 8 heads has 8 such rows.
         local_size = shard_length(self.shards[rank]) * self.num_heads
         size = len(tile.query.heads) * tile.query.num_rows * tile.query.segments
         num_kv_heads = len(tile.key.heads)
@@ -274,7 +280,7 @@ class _Planner:
                 place.add_hop(s, lists)
             hops.append(Hop(*map(tuple, lists.values())))
 
-        # Drop the last hops if this rank does nothing then. Other ranks of its rings may still exchange chunks.
+        # Drop the last hops at which this rank does nothing. Other ranks of its rings may still exchange chunks then.
         while hops and not any(hops[-1]):
             hops.pop()
         return hops
@@ -294,9 +300,9 @@ class _PlaceInRing:
         self.offset = offset
         self.place = ring.place_of(rank)
 
-        # Four lists of booleans, for hops 0 to last + 1: does the rank at which a chunk is due need the chunk?
-        # own: the chunk is this rank's, wherever it is due at that hop.
-        # here, after, before: the chunk is the one that is due at this place, the next place or the previous place.
+        # Four lists, with a boolean for each hop from 0 to last + 1: whether the rank at which a chunk is due needs the
+        # chunk. `own`: this rank's chunk, wherever it is due at the hop. `here`, `after`, `before`: the chunk that is
+        # due at this place, at the next place, or at the previous place.
         self.own = [ring.meets(self.place, s) for s in range(last + 2)]
         self.here = self._needed_at(self.place, last)
         self.after = self._needed_at(self.place + 1, last)
@@ -344,7 +350,8 @@ class _PlaceInRing:
         previous = ranks[place - 1]
 
         if after[s] and (s == 1 or here[s - 1]):
-            # Send on the chunk that was received at the hop before, or at hop 1 this rank's own chunk.
+            # Send the chunk that was received at the hop before to the next place. At hop 1 send this rank's own chunk
+            # there.
             lists["sends"].append(self.message(following, place + 1 - s))
 
         if own[s]:
@@ -358,8 +365,8 @@ class _PlaceInRing:
                 lists["grad_receives"].append(self.message(target, place, is_gradient=True))
 
         if here[s]:
-            # This rank needs the chunk that is due here. It receives the chunk, computes with it, and sends the chunk's
-            # gradient on.
+            # This rank needs the chunk that is due at its place: it receives the chunk, computes with it, and sends the
+            # chunk's gradient on.
             due = (place - s) % len(ranks)
             owner = ranks[due]
             is_first = s == 1 or not before[s - 1]
@@ -371,8 +378,8 @@ class _PlaceInRing:
             lists["grad_sends"].append(self.message(home, due, is_gradient=True))
 
         if before[s] and here[s + 1]:
-            # The chunk that is due here at the next hop was due at the previous place now. That rank sends the sum of
-            # the chunk's gradient so far.
+            # The chunk that is due at this place at the next hop is at the previous place now. The rank there sends the
+            # sum of the chunk's gradient so far.
             coming = self.message(previous, place - s - 1, is_gradient=True)
             lists["grad_receives"].append(coming)
 

@@ -41,11 +41,12 @@ _INPUTS = {
     "forward": ("query", "key", "value"),
     "backward": ("dout", "query", "key", "value", "out", "lse"),
 }
-Tiles = Sequence[tuple[Tile, str]]  # each tile with the name of where its keys are (`Compute.keys`)
+# Each tile, and the name of the rows or the buffer that contains its keys (`Compute.keys`).
+Tiles = Sequence[tuple[Tile, str]]
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
-# Programs are cached only if they have at most this many tiles (times batch entries). A larger one would take much
-# memory. Making it again for each call takes less time than computing its tiles.
+# Programs are cached only if they have at most this many tiles (times batch entries). A larger program would take much
+# memory, and making it again for each call takes less time than computing its tiles.
 MOST_KEPT_TILES = 1000
 
 # A tile with the mask FROM_END is computed from copies of its rows in reverse order. This is the most rows that are
@@ -77,7 +78,7 @@ def make_program(plan: Plan, stage: str, facts: CallFacts) -> Program:
         make_steps()
         return Program(maker.made)
 
-    # Before the work the ranks exchange positions for heads, and afterwards back.
+    # Exchange heads for positions between the ranks before the work, and back after the work.
     inputs = _INPUTS[stage]
     if facts.has_dlse:
         inputs += ("dlse",)
@@ -102,14 +103,16 @@ class _Maker:
         self.facts = facts
         self.made: list[Step] = []
 
-        # The names of the accumulators that exist, and of those into which kept results have been gathered.
+        # `started`: the names of the accumulators that exist. `gathered`: the names of the accumulators into which kept
+        # results have been gathered.
         self.started: set[str] = set()
         self.gathered: set[str] = set()
 
-        # The names of the buffers of this rank's chunks that are packed again, to be sent at the current hop.
+        # `late`: the names of the buffers of this rank's chunks that are packed again, to be sent at the current hop.
         self.late: list[str] = []
 
-        # The steps that wait for the gradients of this hop's chunks. The rank that had the chunks before sends them.
+        # `arriving`: the steps that wait for the gradients of this hop's chunks, sent by the rank that had the chunks
+        # before.
         self.arriving: list[steps.Wait] = []
 
     def put(self, *new_steps: Step) -> None:
@@ -154,8 +157,8 @@ class _Maker:
             self.start_hop(s + 1)
             arrived = BUFFERS[(s + 1) % 2]
 
-            # sums: the buffer in which the gradients of this hop's chunks add up.
-            # other: the buffer into which gradients are received meanwhile.
+            # `sums`: the buffer in which the gradients of this hop's chunks add up. `other`: the buffer into which
+            # gradients are received meanwhile.
             sums = GRADIENTS[s % 2]
             other = GRADIENTS[(s + 1) % 2]
             if s == 0:
@@ -167,7 +170,8 @@ class _Maker:
             if s + 1 == len(plan.hops):
                 self.put(steps.Free((arrived,)))
 
-            # Wait until the gradients of the hop before have been sent from `other`. Then it may be overwritten.
+            # Wait until the gradients of the hop before have been sent from `other`, so that `other` may be
+            # overwritten.
             self.put(*leaving)
             if s == 0:
                 self.put(steps.Take(other, plan.home_size, is_sum=True))
@@ -203,7 +207,7 @@ class _Maker:
         sends: list[BufferSlice] = []
         for message in hop.sends:
             if s > 0 and message.owner == plan.rank:
-                # Pack this rank's chunk again: both buffers now hold chunks of other ranks.
+                # Pack this rank's chunk again, because both buffers now hold chunks of other ranks.
                 name = f"own chunk sent late at hop {s + 1}, {message.packed}"
                 self.put(steps.Pack(name, message.size, tuple(plan.packs_of(message))))
                 self.late.append(name)
@@ -230,10 +234,11 @@ class _Maker:
     def send_gradients(self, s: int, sums: str, other: str) -> list[steps.Wait]:
         """Start to send the gradients of hop s. Returns the steps that wait until they are sent.
 
-        A finished gradient goes to the owner of its chunk. An unfinished one goes to the next rank, which adds to it.
+        A finished gradient goes to the owner of its chunk. An unfinished gradient goes to the next rank, which adds to
+        it.
 
         The two kinds are sent in two posts, finished gradients first. A rank receives both kinds into the same slice of
-        a buffer: so it first adds the finished gradient to dk and dv, and only then receives the unfinished one. All
+        a buffer: so it first adds the finished gradient to dk and dv, and only then receives the unfinished gradient. All
         ranks start the posts in the same order. Otherwise two ranks could each wait for a message that the other has
         not started.
         """
@@ -277,7 +282,7 @@ class _Maker:
             self.put(steps.Start(name, is_covered))
 
     def finish(self, *names: str) -> None:
-        """Round accumulators to the dtype of the results. Under `gathers_once` they have this dtype already."""
+        """Round accumulators to the dtype of the results. If `gathers_once` is True, they have this dtype already."""
         if self.gathers_once:
             return
         for name in names:
@@ -287,9 +292,10 @@ class _Maker:
 
     @property
     def gathers_once(self) -> bool:
-        """Whether each row of the accumulators is written only once: all its results are kept, and merged together.
+        """Whether each row of the accumulators is written only once: all results of the row are kept, and merged
+        together.
 
-        With hops it is not so: each hop merges its results into the accumulators.
+        With hops this is False, because each hop merges its results into the accumulators.
         """
         return self.facts.kept_rows is not None and not self.plan.hops
 
@@ -327,7 +333,7 @@ class _Maker:
                         how = self.how(name, call.key, call.first_key, entry, "add")
                         self.put(steps.Add(name, call, entry, how))
                     else:
-                        # Wait only now for the sums of other ranks: the kernel's call before did not need them.
+                        # Wait for the sums of other ranks only now, because the kernel's call above does not need them.
                         self.await_gradients()
                         self.put(steps.Add(name, call, entry, "add", sums))
 
@@ -335,7 +341,7 @@ class _Maker:
         self.gathered.update(names)
 
     def gather(self, names: tuple[str, ...], kv_heads: range) -> None:
-        """If results are kept, merge or add all that are kept so far."""
+        """If results are kept, merge or add all results that have been kept so far."""
         if self.facts.kept_rows is not None:
             self.put(steps.Gather(names, kv_heads, adds=names[0] in self.gathered))
 
@@ -350,7 +356,7 @@ class _Maker:
         (But a block has at least one head.) Otherwise there is a single block.
 
         If results are kept, this method also makes the accumulators. If there are no tiles, it yields a block without
-        calls the first time: to gather its results fills the accumulators.
+        calls the first time, so that the `Gather` step fills the accumulators with 0 (lse: -inf).
         """
         num_heads = self.plan.num_kv_heads
         num_blocks = 1
@@ -382,7 +388,7 @@ class _Maker:
         query = tile.query.num_rows * len(tile.query.heads)
         if self.stage == "forward":
             return query * tile.query.segments
-        # dq and the copies of dout and out have a row for each query, dk and dv for each key.
+        # dq and the copies of dout and out have a row for each query row, and dk and dv have a row for each key row.
         key = tile.key.num_rows * len(tile.key.heads)
         return (3 * query + 2 * key) * tile.query.segments
 
@@ -406,7 +412,7 @@ class _Maker:
         facts = self.facts
         if tile.mask == FROM_END or self.copied(tile, keys):
             max_rows = facts.packing.max_rows if facts.packing else MOST_TURNED_ROWS
-            # In backward each of the kernel's threads computes whole heads, so a call needs several.
+            # Give each call several heads in backward, because each of the kernel's threads computes whole heads there.
             fewest_heads = 4 if self.stage == "backward" else 1
             calls = tile.split(max_rows // facts.batch, fewest_heads)
         else:
@@ -415,7 +421,7 @@ class _Maker:
         for call in calls:
             rows = call.query
             # One call can take all batch entries if all segments are equally far apart in memory, also the last segment
-            # of an entry and the first of the next. This holds if the segments fill an entry without a rest.
+            # of an entry and the first segment of the next entry. This holds if the segments fill an entry without a rest.
             fills = self.plan.num_rows == rows.segments * rows.segment_step
             if facts.batch == 1 or rows.segments == 1 or (facts.folds and fills):
                 yield call, None
@@ -432,7 +438,7 @@ class _Maker:
 
         query = tile.query
         padded_rows = query.num_rows + -query.num_rows % steps.ROW_BLOCK
-        # how many query heads, counted once for each segment, a call may have
+        # `most_heads`: how many query heads, counted once for each segment, a call may have.
         most_heads = max(most_rows // (padded_rows * self.facts.batch), 1)
         if len(query.heads) * query.segments <= most_heads:
             yield tile
@@ -446,7 +452,8 @@ class _Maker:
             return ()
 
         if self.facts.itemsize < 4:
-            # The new rows read the cache only once. Copying it first would take longer than reading it in place.
+            # Do not copy rows of a cache, because the new queries read them only once, and a copy would take longer
+            # than reading them in place.
             if keys == CACHED_ROWS:
                 return ()
             return tuple(name for name in _INPUTS[self.stage] if name != "lse")
@@ -456,7 +463,7 @@ class _Maker:
         if self.stage == "backward" or is_short or more_rows * self.facts.batch > packing.max_rows:
             return ()
 
-        # Rows of query, key and value are copied if they lie far apart. Rows of a buffer lie side by side already.
+        # Copy rows of query, key and value if they lie far apart. Rows of a buffer of chunks already lie side by side.
         query_distance, key_distance = self.facts.distances
         names: list[str] = []
         if tile.query.step * query_distance >= packing.distance:
@@ -472,8 +479,8 @@ class _Maker:
     def how(self, name: str, rows: Rows, is_first: bool, entry: int | None, otherwise: str) -> str:
         """How a tile's result gets into its accumulator: "keep", "adopt", "write", or else `otherwise`.
 
-        `step.Merge` explains these words. name: the accumulator. rows: the rows of the result. is_first: no earlier
-        tile has results for these rows. otherwise: "merge" or "add", for a result that is not the first.
+        `step.Merge` explains these words. name: the accumulator. rows: the rows of the result. is_first: whether no
+        earlier tile has results for these rows. otherwise: "merge" or "add", for a result that is not the first.
         """
         if self.facts.kept_rows is not None:
             return "keep"
