@@ -28,7 +28,7 @@ HEAD_RULES = ("all", "split")
 # As a segment length, this number means the whole document. No sequence has as many positions, and the number fits into
 # int64.
 WHOLE_DOCUMENT = 2**62
-_MOST_LISTED = 8  # `explain` lists all phases if there are at most this many
+_MOST_LISTED = 8  # `explain` lists the phases of a branch in full if there are at most this many
 
 
 class Branch(NamedTuple):
@@ -68,7 +68,8 @@ class HeadGroup(NamedTuple):
     query_heads: range
     kv_heads: range  # The j-th query head reads kv_heads[j // (len(query_heads) // len(kv_heads))].
     phase: int  # The j-th query head reads the phase `phase + j * phase_step`.
-    phase_step: int  # 0: all heads read the same phase. 1: a diagonal.
+    # 0: all heads read the same phase. 1: each head reads the next phase (a diagonal).
+    phase_step: int
 
     @property
     def phases(self) -> range:
@@ -106,8 +107,8 @@ class DilatedPattern:
     """
 
     segment_lengths: Sequence[int]  # Stored as a tuple, like dilation_rates.
-    # Default to (), so that a call without rates raises the ValueError below, which says what is missing, and not
-    # Python's TypeError.
+    # Default to (), so that a call without rates gets the ValueError below, which says what is missing, and not a
+    # TypeError.
     dilation_rates: Sequence[int] = ()
     _: KW_ONLY
     window: int | None = None
@@ -450,7 +451,8 @@ class DilatedPattern:
 def _integers(name: str, values: Iterable[int], *, may_be_empty: bool = False) -> tuple[int, ...]:
     try:
         entries = tuple(values)
-    except TypeError:  # `values` is not iterable, as a number or a 0-dimensional numpy array
+    # `values` cannot be iterated over: a number, or a numpy array without dimensions
+    except TypeError:
         entries = None
     if entries is None or isinstance(values, (str, bytes, Mapping, Set)):
         raise ValueError(f"{name} must be a list of positive integers, got {values!r}.")

@@ -21,7 +21,7 @@ class TileFacts(NamedTuple):
 
     dtype: torch.dtype
     device: torch.device
-    batch: int  # segments count as batch entries
+    batch: int  # the number of batch entries; each segment counts as a batch entry
     num_heads: int
     num_rows: int
     num_keys: int
@@ -45,7 +45,7 @@ class Op(NamedTuple):
     backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]
     # The arguments of the forward op between `value` and the dropout: no bias, and True so that lse is returned.
     forward_arguments: tuple[Any, ...] = (None, True)
-    # Returns the reason why the op cannot compute a tile, for limits that only this op has, or None.
+    # Returns the reason why the op cannot compute a tile, or None. Only for limits that no other op has.
     refuses: Callable[[TileFacts], str | None] = lambda tile: None
     # The most batch entries of a call, because a CUDA grid has at most this many blocks along its second and third
     # dimension.
@@ -157,7 +157,8 @@ def _cudnn_arguments(
 
 
 def _seeds(like: Tensor) -> list[Tensor]:
-    # Return a seed and an offset of dropout: the op requires both arguments, but does not read them without dropout.
+    # Return a seed and an offset of dropout, because the op requires both arguments. Without dropout it does not read
+    # them.
     return [like.new_empty((), dtype=torch.int64)] * 2
 
 

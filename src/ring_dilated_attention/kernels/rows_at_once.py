@@ -221,7 +221,8 @@ def _constants(
 def _numbers(tile: TileRows) -> list[int]:
     """The numbers of a tile in a table, as `row_kernels.py` reads them."""
     rows, entry, tensors = tile
-    # The tile has the batch entries from entries[0] to entries[1] - 1: all entries, or one.
+    # `entries`: the tile has the batch entries from entries[0] to entries[1] - 1. If `entry` is None, these are all
+    # entries.
     entries = (0, 2**31 - 1) if entry is None else (entry, entry + 1)
     numbers = [*entries, *_geometry(rows)]
 

@@ -37,8 +37,8 @@ def why_not(query: Tensor) -> str | None:
         return f"serves CUDA tensors, got {query.device}"
     if query.dtype not in DTYPES:
         return f"serves {', '.join(map(str, DTYPES))}, got {query.dtype}"
-    # Under torch.compile assume that an op is enabled, because the compiler cannot trace the check below. When the
-    # compiled call runs, it makes this check again.
+    # Under torch.compile assume that an op is enabled, because the compiler cannot trace the check below. The check is
+    # made again when the compiled call runs.
     if torch.compiler.is_compiling():
         return None
     against = _against(_any_tile(query))

@@ -87,7 +87,7 @@ class CachePlan:
     """All rolling buffers of a pattern. The methods say which rows a buffer holds once a sequence has t positions."""
 
     pattern: DilatedPattern
-    num_heads: int  # num_heads, num_kv_heads and held are as in `job.Job`
+    num_heads: int  # `num_heads`, `num_kv_heads` and `held` are as in `job.Job`
     num_kv_heads: int
     held: range | None
     max_len: int | None  # the most positions that a sequence may have
@@ -156,7 +156,7 @@ class CachePlan:
                     yield buffers, numbers, span
 
 
-# typed=True, since 1 == True: otherwise max_len=True would get the plan that is cached for max_len=1, and not an error.
+# Set `typed`, because 1 == True: otherwise max_len=True would get the plan cached for max_len=1, and not a ValueError.
 @lru_cache(maxsize=64, typed=True)
 def plan_cache(
     pattern: DilatedPattern,

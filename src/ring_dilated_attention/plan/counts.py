@@ -73,7 +73,7 @@ class Phases:
         a, rest_a = divmod(x, self.rate)
         b, rest_b = divmod(y, self.rate)
         # B(x) is a + 1 for the first `more_a` of the sorted phases, and a for the other phases. B(y) is b + 1 for the
-        # first `more_b` of them, and b for the other phases.
+        # first `more_b` phases, and b for the other phases.
         more_a = bisect_left(self.phases, rest_a)
         more_b = bisect_left(self.phases, rest_b)
         # So the product is (a + 1) (b + 1) for the first min(more_a, more_b) of the sorted phases.
@@ -195,8 +195,7 @@ class Counter:
                 own, foreign = self.keys[number].own_and_foreign(
                     pieces, length, is_causal=is_causal
                 )
-                # Count each piece as its own chunk if causal, because other ranks then need the pieces at different
-                # hops.
+                # If causal, count each piece as its own chunk, because other ranks need the pieces at different hops.
                 rows = tuple([2 * x for x in own]) if is_causal else (2 * sum(own),)
                 if any(rows):
                     shares.append(SegmentShare((number, segment.start), rows, 2 * foreign))
@@ -224,8 +223,8 @@ class Segment(NamedTuple):
     """
 
     sharers: int  # the number of ranks that share the segment
-    # A rank has one or two chunks of the segment. largest[0] is the size of the largest first chunk over all ranks, and
-    # largest[1] that of the largest second chunk.
+    # A rank has one or two chunks of the segment. largest[0] is the largest size of a first chunk over all ranks, and
+    # largest[1] the largest size of a second chunk.
     largest: tuple[int, ...]
     received: int  # the size of all keys and values that ranks receive
 

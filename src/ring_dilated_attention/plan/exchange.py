@@ -24,8 +24,9 @@ EXCHANGES = ("ring", "all_gather", "all_to_all")
 
 # Chunks up to this size take less time in one round (all_gather) than in several hops (ring).
 SMALL_CHUNK_BYTES = 64 * 1024
-# Ranks of a ring send while they compute, but ranks that deal heads wait until all has been sent. So all_to_all is
-# chosen only if a rank sends at most 1 / ALL_TO_ALL_SAVING of the bytes that it would receive in the ring.
+# Ranks of a ring send while they compute, but ranks that deal heads wait until all tensors have been sent. So
+# all_to_all is chosen only if a rank sends at most 1 / ALL_TO_ALL_SAVING of the bytes that it would receive in the
+# ring.
 ALL_TO_ALL_SAVING = 3
 
 
@@ -146,8 +147,8 @@ def choose_exchange(job: Job, sizes: Sizes) -> Choice:
             "ring",
             f"{ring}; {num_kv_held} key/value heads cannot be dealt to {job.num_ranks} ranks",
         )
-    # The bytes that a rank sends to deal heads are linear in its number of positions. So either the rank with the most
-    # positions or the rank with the fewest sends the most.
+    # Take the larger of two numbers, because the bytes that a rank sends to deal heads are linear in its number of
+    # positions: so the rank with the most positions or the rank with the fewest positions sends the most.
     heads = (len(job.held_heads), num_kv_held)
     by_longest = dealt_bytes(lengths, lengths.index(max(lengths)), heads, sizes, backward=False)
     by_shortest = dealt_bytes(lengths, lengths.index(min(lengths)), heads, sizes, backward=False)

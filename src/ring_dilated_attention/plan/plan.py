@@ -27,9 +27,11 @@ class Tile(NamedTuple):
     query: Rows
     key: Rows | Block
     mask: str  # which of the keys a query row sees (`sight.py`)
-    # Whether no earlier tile has results for these query rows. If so, the results are written there, otherwise added.
+    # Whether no earlier tile has results for these query rows. If set, this tile's results are written, otherwise
+    # added.
     first_query: bool
-    # Whether no earlier tile has gradients for these key rows. If so, the gradients are written there, otherwise added.
+    # Whether no earlier tile has gradients for these key rows. If set, this tile's gradients are written, otherwise
+    # added.
     first_key: bool
     # The block of this rank's chunks that holds a copy of the key rows, or None. Kernels read the copy faster.
     packed: Block | None = None
@@ -103,13 +105,13 @@ class Hop(NamedTuple):
     sends: tuple[Message, ...] = ()  # chunks
     receives: tuple[Message, ...] = ()  # chunks
     tiles: tuple[Tile, ...] = ()  # this rank's queries times received chunks
-    # received chunks to whose gradients no other rank has added yet
+    # Received chunks to whose gradients this rank adds first.
     grad_starts: tuple[Message, ...] = ()
     grad_sends: tuple[Message, ...] = ()  # gradients of received chunks
     # The sums so far of the gradients of chunks that arrive at the next hop, and finished gradients of this rank's
     # chunks.
     grad_receives: tuple[Message, ...] = ()
-    # this rank's chunks, each with the rank that meets it at this hop; only `gathered` uses this field
+    # This rank's chunks, each with the rank that meets the chunk at this hop. Only `gathered` uses this field.
     targets: tuple[Message, ...] = ()
 
 
@@ -126,11 +128,11 @@ class Plan:
     num_heads: int
     num_kv_heads: int
     local: tuple[Tile, ...]
-    # this rank's key/value rows that are packed, each with its block in the buffer of this rank's chunks
+    # This rank's key/value rows that are packed, each with its block in the buffer of this rank's chunks.
     packs: tuple[tuple[Rows, Block], ...]
     hops: tuple[Hop, ...]
-    # The sizes of three buffers, in units of B * D elements. They hold this rank's chunks, received chunks, and
-    # gradients that other ranks send.
+    # The sizes of three buffers, in units of B * D elements. `chunk_size`: this rank's chunks. `received_size`:
+    # received chunks. `home_size`: gradients that other ranks send.
     chunk_size: int
     received_size: int
     home_size: int

@@ -114,11 +114,11 @@ class _Planner:
                     tiles += self.section_tiles(number, piece)
                 elif segment in own_pieces:
                     rings[number, segment.start] = self.rings_of(number, *segment)
-                    # Take the segment out of `own_pieces`, so that it is done only once even if the rank has two pieces
-                    # of it.
+                    # Take the segment out of `own_pieces`, so that the segment is done only once even if the rank has
+                    # two pieces of it.
                     pieces = sorted(own_pieces.pop(segment))
-                    # Put the pairs of a piece with itself first, because their results may be written. The results of
-                    # other pairs are added.
+                    # Put each piece with itself first, because the results of such a pair may be written. The results
+                    # of other pairs are added.
                     pairs = sorted(product(pieces, pieces), key=lambda pair: pair[0] != pair[1])
                     for query, key in pairs:
                         mask = self.mask(number, query, key)
@@ -171,9 +171,9 @@ class _Planner:
         """
         rate = self.pattern.branches[number].dilation_rate
 
-        # Tiles of branch 0 write their results, and tiles of later branches add their results. Under "split" tiles of
-        # every branch write, because each branch has query heads of its own. But branches may share key/value heads,
-        # and then tiles of later branches add gradients of keys.
+        # Tiles of branch 0 write their results, and tiles of later branches add results. Under "split" tiles of every
+        # branch write, because each branch has query heads of its own. But if query heads share key/value heads,
+        # branches may share key/value heads too, and then later branches add gradients of keys.
         is_split = self.pattern.heads == "split"
         first_query = query == key and (number == 0 or is_split)
         first_key = query == key and (number == 0 or (is_split and not self.shares_kv))
@@ -234,7 +234,7 @@ class _Planner:
             )
             rows = query_band.query_rows(rate)
 
-            # Leave both flags False, because the rank computes its local tiles before, and adds the results with
+            # Set neither flag, because the rank computes its local tiles first, and adds the results of tiles with
             # received chunks.
             tile = Tile(rows, block, mask, first_query=False, first_key=False)
             tiles += self.blocks_of(tile, rank)
@@ -356,7 +356,8 @@ class _PlaceInRing:
 
         if own[s]:
             # A rank `target` needs this rank's chunk at this hop. If the place before the target's did not need the
-            # chunk, this rank sends it. If the place after does not need it, the target returns the chunk's gradient.
+            # chunk, this rank sends the chunk to the target. If the place after does not need the chunk, the target
+            # returns the chunk's gradient.
             target = ranks[(place + s) % len(ranks)]
             lists["targets"].append(self.message(target, place))
             if s > 1 and not own[s - 1]:

@@ -238,9 +238,9 @@ class _Maker:
         it.
 
         The two kinds are sent in two posts, finished gradients first. A rank receives both kinds into the same slice of
-        a buffer: so it first adds the finished gradient to dk and dv, and only then receives the unfinished gradient. All
-        ranks start the posts in the same order. Otherwise two ranks could each wait for a message that the other has
-        not started.
+        a buffer: so it first adds the finished gradient to dk and dv, and only then receives the unfinished gradient.
+        All ranks start the posts in the same order. Otherwise two ranks could each wait for a message that the other
+        has not started.
         """
         hop = self.plan.hops[s]
         moment = f"backward, hop {s + 1}, gradients"
@@ -421,7 +421,8 @@ class _Maker:
         for call in calls:
             rows = call.query
             # One call can take all batch entries if all segments are equally far apart in memory, also the last segment
-            # of an entry and the first segment of the next entry. This holds if the segments fill an entry without a rest.
+            # of an entry and the first segment of the next entry. This is so if the segments fill an entry without a
+            # rest.
             fills = self.plan.num_rows == rows.segments * rows.segment_step
             if facts.batch == 1 or rows.segments == 1 or (facts.folds and fills):
                 yield call, None
@@ -452,8 +453,8 @@ class _Maker:
             return ()
 
         if self.facts.itemsize < 4:
-            # Do not copy rows of a cache, because the new queries read them only once, and a copy would take longer
-            # than reading them in place.
+            # Do not copy rows of a cache, because the new queries read each row only once, and a copy would take longer
+            # than reading the row in place.
             if keys == CACHED_ROWS:
                 return ()
             return tuple(name for name in _INPUTS[self.stage] if name != "lse")
@@ -463,7 +464,8 @@ class _Maker:
         if self.stage == "backward" or is_short or more_rows * self.facts.batch > packing.max_rows:
             return ()
 
-        # Copy rows of query, key and value if they lie far apart. Rows of a buffer of chunks already lie side by side.
+        # Copy rows of query, key and value that lie far apart in memory. Rows of a buffer of chunks already lie side by
+        # side.
         query_distance, key_distance = self.facts.distances
         names: list[str] = []
         if tile.query.step * query_distance >= packing.distance:

@@ -74,7 +74,7 @@ class RingMaker:
             pieces = tuple(map(tuple, pieces_of_ranks.values()))
 
             # `chunk_of`: the chunks that have been made. Two ranks get the same Chunk object if their rows lie at the
-            # same offsets.
+            # same offsets in their chunks.
             chunk_of: dict[tuple, Chunk] = {}
             for together, hops in self._carried_together(pieces):
                 chunks: list[Chunk] = []

@@ -66,7 +66,7 @@ class Ring:
     origin: int  # the position where the segment starts; for a window, where the rows that are sent start
     lane: int  # the number of this ring among the rings of the same branch and origin
     ranks: tuple[int, ...]
-    # The four fields below have an entry for each rank of the ring, by place.
+    # The four fields below have an entry for each rank of the ring, in the order of places.
     queries: tuple[tuple[Piece, ...], ...]
     keys: tuple[tuple[Piece, ...], ...]
     chunks: tuple[Chunk, ...]

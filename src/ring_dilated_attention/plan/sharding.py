@@ -130,8 +130,8 @@ class ShardSpec(NamedTuple):
     num_shards: int  # the number of ranks
     align: int = 1
     lengths: tuple[int, ...] | None = None
-    # How many neighbouring ranks cut one larger shard, which the sharding makes for these ranks, into slices (the last
-    # axis of a 2-D mesh). 1: the sharding makes a shard for each rank.
+    # On a 2-D mesh: how many neighbouring ranks share one larger shard, which they cut into slices. 1: each rank has a
+    # shard of its own.
     inner: int = 1
 
     @property

@@ -51,7 +51,7 @@ class CallFacts(NamedTuple):
     # Whether each batch entry begins in memory where the entry before ends. If so, one kernel call can take the
     # segments of all entries. If not, a tile of several segments takes a call for each entry.
     folds: bool = True
-    # how ranks deal heads (exchange them for positions) before and after the attention; None if they do not
+    # how ranks deal heads (exchange heads for positions) before and after the attention; None if heads are not dealt
     dealing: Dealing | None = None
     has_dlse: bool = False  # whether lse has a gradient in backward
     packing: Packing | None = None  # a trait of the kernel (`Traits.packing`)
@@ -247,10 +247,11 @@ class Traits(NamedTuple):
 
     # (query, key, dout or None, threads) -> the bytes of scratch memory that a call of the kernel allocates and frees.
     scratch: Callable[[Any, Any, Any, int], int]
-    # when rows are copied before the kernel reads them; None: never
+    # when rows are copied before the kernel reads them; None means never
     packing: Packing | None = None
     # (head dim, whether lse has a gradient) -> the most query rows in a call of backward, summed over heads and
-    # segments. For this sum the rows of a head in a segment are rounded up to a multiple of ROW_BLOCK. None: no limit.
+    # segments. For this sum the rows of each head in a segment are rounded up to a multiple of ROW_BLOCK. None: no
+    # limit.
     most_rows: Callable[[int, bool], int] | None = None
     # For a kernel that merges the results of many tiles at once (`Kernel.merging`): the most bytes of results that are
     # kept.

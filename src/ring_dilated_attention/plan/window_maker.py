@@ -30,8 +30,8 @@ class Portion(NamedTuple):
     document: Span
 
 
-# For a portion: its keys, cut into pieces. And for each other portion whose queries see some of these keys: the portion
-# and its queries, cut into pieces. `rows.cut_apart` cuts both.
+# What is seen of a portion: its keys, cut into pieces, and for each other portion whose queries see some of these keys,
+# the portion and its queries, cut into pieces. `rows.cut_apart` cuts both.
 Sight = tuple[list[Piece], list[tuple[Portion, list[Piece]]]]
 
 

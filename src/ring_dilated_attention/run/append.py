@@ -104,7 +104,7 @@ def append(
                 position,
             )
             results.append(result)
-    except BaseException:  # after Ctrl-C too, the cache must be as it was before the call
+    except BaseException:  # catch Ctrl-C too, because the cache must be as it was before the call
         for slot, rows in written_over:
             slot.copy_(rows)
         raise
@@ -123,8 +123,7 @@ def append(
         new_floors.append(max(floor, plan.floor(end)))
     progress.copy_(torch.tensor([ends, new_floors], device="cpu"))
 
-    # Return the results without a copy if all sequences have the same position and the same number of new rows, as is
-    # usual.
+    # Return the results without a copy if, as usual, all sequences have the same position and number of new rows.
     if len(runs) == 1 and counts == [num_new] * batch:
         return results[0]
 
@@ -210,8 +209,8 @@ def _one(
         out_BGmD = outs_PBHD[partial, :, heads].view(batch, num_kv_heads, -1, head_dim)
         lse_BGm = lses_PBH[partial, :, heads].view(batch, num_kv_heads, -1)
 
-        # `numbers`: the rows that the query sees, its own row included. If these rows wrap around the end of the
-        # buffer, the kernel is called twice.
+        # `numbers`: the numbers of the rows that the query sees, its own row included. If these rows wrap around the
+        # end of the buffer, the kernel is called twice.
         numbers = range(buffers.seen(t).start, number + 1)
         for i, slots in enumerate(buffers.slots(numbers)):
             k_BGLD, v_BGLD = both_2BGCD[:, :, :, _slice(slots)]

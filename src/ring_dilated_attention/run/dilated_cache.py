@@ -78,7 +78,7 @@ class DilatedCache:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}.")
 
-        # This device has an index: "cuda:0" if `device` is "cuda".
+        # `self.device` has an index: "cuda:0" if `device` is "cuda".
         self.device = torch.empty(0, device=device).device
         self._refuse_what_does_not_fit()
 
@@ -162,7 +162,7 @@ class DilatedCache:
         shards = ranks.shards(lengths)
         check_append(plan, [0], [position])
 
-        # How many elements this rank receives from each rank.
+        # `counts`: how many elements this rank receives from each rank.
         counts = [0] * len(shards)
         if gets_one:
             counts = [packed_size(plan, shard, position, key) for shard in shards]
@@ -353,7 +353,7 @@ class DilatedCache:
         targets = {(x.number, x.phase, x.kv_heads): x for x in self.plan.buffers}
         for buffers, both in zip(source.buffers, by_buffer, strict=True):
             saved = source.kept(buffers, position, floor)
-            # Skip a buffer of which no row was saved, because this cache may not have the buffer if its max_len is
+            # Skip a buffer of which no row was saved, because this cache may not have such a buffer if its max_len is
             # small.
             if not saved:
                 continue

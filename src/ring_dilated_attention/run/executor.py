@@ -95,7 +95,7 @@ def backward(
     return results["dq"], results["dk"], results["dv"]
 
 
-# For each accumulator, the input that has the same shape.
+# For each accumulator, the input that has the accumulator's shape.
 _LIKE = {"out": "query", "dq": "query", "dk": "key", "dv": "value"}
 
 
@@ -303,7 +303,8 @@ class _Executor:
         """Compute a tile's partial (out, lse) or its gradients (dq, dk, dv), and put them into `results`."""
         tile = step.tile
         scale = self.options.scale
-        # FROM_END counts as causal, because `copied` reverses the rows, and over reversed rows the mask is causal.
+        # FROM_END counts as causal, because `copied` reverses the rows, and a FROM_END mask over reversed rows is
+        # causal.
         is_causal = tile.mask != FULL
         if step.what == "partial":
             query = self.tile_rows(step, "query")  # (B, H, M, D)
@@ -440,8 +441,8 @@ class _Executor:
 
         if step.how == "adopt":
             self.adopt("out", partial_out)
-            # Always make a copy, because later tiles are merged into this tensor in place, and it must not be the
-            # kernel's own.
+            # Always make a copy, because later tiles are merged into this tensor in place, and the kernel's own tensor
+            # must not change.
             lse = partial_lse.transpose(1, 2).to(  # (B, M, H)
                 torch.float64, copy=True, memory_format=torch.contiguous_format
             )
@@ -543,13 +544,15 @@ def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> T
     batch, _, num_heads, *dims = x_BNHD.shape
     share = num_heads // dealing.size
 
-    # For each rank, what this rank sends to it: the receiver's heads of this rank's positions, (B · N · h · D,).
+    # `leaving`: for each rank of the group, the tensor that this rank sends there: the receiver's heads of this rank's
+    # positions, (B · N · h · D,).
     leaving = [x.flatten() for x in x_BNHD.split(share, dim=2)]
     sizes = [batch * length * share * math.prod(dims) for length in dealing.lengths]
     received = dealer.all_to_all_single(leaving, sizes, x_BNHD, moment)
     del leaving  # Free this memory now, because the results need as much.
 
-    # For each rank, what it has sent to this rank: this rank's heads of the sender's positions, (B, n, h, D).
+    # `rows_of_place`: for each rank of the group, the tensor that this rank got from there: this rank's heads of the
+    # sender's positions, (B, n, h, D).
     rows_of_place: list[Tensor] = []
     for x, length in zip(received, dealing.lengths, strict=True):
         rows_of_place.append(x.view(batch, length, share, *dims))
@@ -567,18 +570,21 @@ def to_positions(x_BThD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) 
     batch, _, share, *dims = x_BThD.shape
     runs = x_BThD.split([num_rows for _, _, num_rows in dealing.runs], dim=1)
 
-    # For each rank of the group, the runs of consecutive positions that the rank owns: (B, rows, h, D) each.
+    # `rows_of_place`: for each rank of the group, the runs of consecutive positions that the rank owns, (B, rows, h, D)
+    # each.
     rows_of_place = [[x_BThD[:, :0]] for _ in dealing.lengths]
     for (place, _, _), rows in zip(dealing.runs, runs, strict=True):
         rows_of_place[place].append(rows)
 
-    # For each rank, what this rank sends to it: this rank's heads of the receiver's positions, (B · n · h · D,).
+    # `leaving`: for each rank of the group, the tensor that this rank sends there: this rank's heads of the receiver's
+    # positions, (B · n · h · D,).
     leaving = [torch.cat(rows, dim=1).flatten() for rows in rows_of_place]
     num_own = dealing.lengths[dealing.place]
     sizes = [batch * num_own * share * math.prod(dims)] * dealing.size
     received = dealer.all_to_all_single(leaving, sizes, x_BThD, moment)
     del leaving
 
-    # For each rank, what it has sent to this rank: the sender's heads of this rank's positions, (B, N, h, D).
+    # `heads_of_place`: for each rank of the group, the tensor that this rank got from there: the sender's heads of this
+    # rank's positions, (B, N, h, D).
     heads_of_place = [x.view(batch, num_own, share, *dims) for x in received]
     return torch.cat(heads_of_place, dim=2)
