@@ -143,7 +143,7 @@ class DilatedPattern:
         if self.heads == "split" and self.window is not None:
             rule = "heads='split' gives each branch its own heads, and all heads run a window"
             raise ValueError(f"{rule}, got window={self.window}. Leave heads at its default.")
-        _ = self.text  # compute the text now, because torch.compile cannot trace that
+        _ = self.text  # compute the text now, because torch.compile cannot trace the computation
 
     @cached_property
     def text(self) -> str:
@@ -253,7 +253,7 @@ class DilatedPattern:
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(
                 f"{num_heads} query heads cannot share {num_kv_heads} key/value heads: "
-                f"{num_heads} mod {num_kv_heads} is not 0. Make the first a multiple of the second."
+                f"{num_heads} mod {num_kv_heads} is not 0. The first number must be a multiple of the second."
             )
         if self.heads == "split" and len(self.branches) > num_heads:
             raise ValueError(
@@ -343,7 +343,7 @@ class DilatedPattern:
         phase that the current or a later query can still see. The size does not grow with the sequence.
 
         Args:
-            max_len: the length of the longest sequence; None if it is not known.
+            max_len: the length of the longest sequence; None if that length is not known.
 
         Raises:
             ValueError: if the pattern is not causal, or cannot run on these heads.

@@ -148,7 +148,7 @@ def _cudnn_arguments(
         out_BHMD,
         lse_BHM.unsqueeze(-1),
         *_seeds(lse_BHM),
-        *(None, None, None),  # no bias, no borders of packed documents
+        *(None, None, None),  # The op gets no bias and no borders of packed documents.
         out_BHMD.shape[2],
         num_keys,
         0.0,
@@ -175,15 +175,15 @@ OPS = {
         takes_groups=True,
         takes_strides=True,
     ),
-    # takes_strides is False, because the op's backward assumes that out has the row stride H * D.
+    # `takes_strides` is False, because the op's backward assumes that out has the row stride H * D.
     "efficient": Op(
         torch.backends.cuda.mem_efficient_sdp_enabled,
         {torch.float32: (5, 0), torch.float16: (5, 0), torch.bfloat16: (8, 0)},
         max_head_dim=math.inf,
         backward_arguments=_efficient_arguments,
-        max_batch=math.inf,  # because the op itself splits a larger batch
+        max_batch=math.inf,  # no limit, because the op itself splits a larger batch
     ),
-    # takes_strides is False, because the op's backward asserts that out and dout have equal strides (pytorch#176915).
+    # `takes_strides` is False, because the op's backward asserts that out and dout have equal strides (pytorch#176915).
     "cudnn": Op(
         torch.backends.cuda.cudnn_sdp_enabled,
         _SM80,

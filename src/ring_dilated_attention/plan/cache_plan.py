@@ -104,7 +104,8 @@ class CachePlan:
 
     @property
     def num_kv_held(self) -> int:
-        heads = self.heads  # torch.compile cannot take `len` of a range with variable bounds
+        # Subtract the bounds, because torch.compile cannot take `len` of a range with variable bounds.
+        heads = self.heads
         return (heads.stop - heads.start) * self.num_kv_heads // self.num_heads
 
     @property
@@ -177,7 +178,7 @@ def plan_cache(
         )
     if not is_integer(keep) or keep < 0:
         raise ValueError(
-            f"keep={keep!r} must be an integer of at least 0, the positions that can be taken back."
+            f"keep={keep!r} must be an integer of at least 0: how many positions `crop` can always take back."
         )
     # Call `cache_rows` only for its ValueError, if the pattern is not causal or cannot run on these heads.
     pattern.cache_rows(num_heads, num_kv_heads)
@@ -299,7 +300,7 @@ def check_crop(
     for row, (position, floor, count) in enumerate(zip(positions, floors, counts, strict=True)):
         if count < 0 or count > position:
             raise ValueError(
-                f"crop({count}): row {row} of the batch has {position} positions. Take back between 0 and {position}."
+                f"crop({count}): row {row} of the batch has {position} positions. Take back 0 to {position} positions."
             )
         if position - count < floor:
             raise ValueError(

@@ -186,7 +186,7 @@ def dealt_bytes(
     Args:
         lengths: how many positions each rank of the group owns.
         rank: the place of the sending rank in the group.
-        heads: (query heads, key/value heads) before they are dealt.
+        heads: the numbers of (query heads, key/value heads) before heads are dealt.
         has_dlse: whether lse has a gradient.
     """
     size = len(lengths)

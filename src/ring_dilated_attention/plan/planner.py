@@ -300,9 +300,9 @@ class _PlaceInRing:
         self.offset = offset
         self.place = ring.place_of(rank)
 
-        # Four lists, with a boolean for each hop from 0 to last + 1: whether the rank at which a chunk is due needs the
-        # chunk. `own`: this rank's chunk, wherever it is due at the hop. `here`, `after`, `before`: the chunk that is
-        # due at this place, at the next place, or at the previous place.
+        # Four lists with a boolean for each hop from 0 to last + 1: whether the rank at which a chunk is due then needs
+        # the chunk. `own` is about this rank's chunk, wherever it is due. `here`, `after` and `before` are about the
+        # chunk that is due at this place, the next place and the previous place.
         self.own = [ring.meets(self.place, s) for s in range(last + 2)]
         self.here = self._needed_at(self.place, last)
         self.after = self._needed_at(self.place + 1, last)
@@ -355,9 +355,9 @@ class _PlaceInRing:
             lists["sends"].append(self.message(following, place + 1 - s))
 
         if own[s]:
-            # A rank `target` needs this rank's chunk at this hop. If the place before the target's did not need the
-            # chunk, this rank sends the chunk to the target. If the place after does not need the chunk, the target
-            # returns the chunk's gradient.
+            # `target`: the rank that needs this rank's chunk at this hop. This rank sends the chunk there, unless the
+            # place before the target's needed the chunk too. The target returns the chunk's gradient, unless the place
+            # after needs the chunk too.
             target = ranks[(place + s) % len(ranks)]
             lists["targets"].append(self.message(target, place))
             if s > 1 and not own[s - 1]:

@@ -216,8 +216,8 @@ def cut_apart(
     After the cuts, all queries of a piece see all keys of the other piece, or none of them. Or both pieces are equally
     long, and the mask is a triangle (`sight.mask_between`).
 
-    queries: (piece, reach) pairs. Reach is the distance from a key to the last query that sees it. For a piece before
-    the keys, reach is negative: minus the distance to the first query that sees the key.
+    queries: (piece, reach) pairs. Reach is the distance from a key to the last query that sees the key. For a piece
+    before the keys, reach is negative: minus the distance to the first query that sees the key.
 
     Returns the cut keys, and the cut pieces of each piece of queries.
     """

@@ -102,7 +102,7 @@ def deal_documents(documents: Borders, seq_len: int, num_ranks: int) -> tuple[Sh
     if documents is None:
         raise ValueError(
             "sharding='zigzag_documents' deals each document by itself, so this call needs cu_seqlens, the same on "
-            "every rank ([0, N] for one document). If it takes none, choose another sharding."
+            "every rank ([0, N] for one document). If the call takes no cu_seqlens, choose another sharding."
         )
     check_documents(documents, seq_len)
     if num_ranks == 1:

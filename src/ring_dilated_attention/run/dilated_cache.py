@@ -112,9 +112,9 @@ class DilatedCache:
         ranks that do not get one.
 
         Args:
-            key, value: (B, N, G, D), this rank's rows, as they were passed to `dilated_attention`.
+            key, value: (B, N, G, D), the key and value of this rank that were passed to `dilated_attention`.
             num_heads: the number of query heads. With `heads_held`, all query heads of the layer.
-            to: the only rank (`parallel.rank`) that gets a cache. By default every rank gets one.
+            to: the only rank (`parallel.rank`) that gets a cache. By default every rank gets a cache.
             pattern, max_len, keep, heads_held: as in `DilatedCache`.
 
         Raises:
@@ -127,7 +127,7 @@ class DilatedCache:
         with ranks.refusing():
             if to is not None and not (is_integer(to) and 0 <= to < ranks.world_size):
                 raise ValueError(
-                    f"to={to!r}: the ranks are 0 to {ranks.world_size - 1}. Give one rank, or None for all."
+                    f"to={to!r}: the ranks are 0 to {ranks.world_size - 1}. Give one rank, or None for all ranks."
                 )
 
             described, other = (f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (key, value))
@@ -287,7 +287,7 @@ class DilatedCache:
         of = state.get("cache") if isinstance(state, dict) else state
         if of != self._described():
             raise ValueError(
-                f"the state is of a cache of {of}, this one is of {self._described()}."
+                f"the state is of a cache of {of}, but this cache is of {self._described()}."
             )
 
         progress: Any = state.get("progress")  # (2, saved sequences)
@@ -312,7 +312,7 @@ class DilatedCache:
         for b, (position, floor) in enumerate(places):
             if limit is not None and position > limit:
                 text = f"the state has {position} positions, and the cache holds max_len={limit}"
-                raise ValueError(f"{text}. Make it with max_len={position} or more.")
+                raise ValueError(f"{text}. Make the cache with max_len={position} or more.")
             shape = (2, sum(_sizes(source, position, floor)), self.head_dim)
             if tuple(saved[b].shape) != shape or saved[b].dtype != self.dtype:
                 raise ValueError(
@@ -380,7 +380,7 @@ class DilatedCache:
     def _entries(self, call: str, rows: Sequence[int] | Tensor) -> Tensor:
         """Numbers of batch entries as an int64 tensor. ValueError if `rows` are not such numbers.
 
-        call: the method that was called with `rows`, for the message.
+        call: the name of the method that was called with `rows`, for the error's message.
         """
         if isinstance(rows, Tensor):
             rows = rows.tolist()
