@@ -147,7 +147,7 @@ class DilatedPattern:
 
     @cached_property
     def text(self) -> str:
-        """The pattern as a JSON string, from which `from_text` makes the pattern again. torch's custom ops take
+        """The pattern as a JSON string, from which `from_text` makes the pattern again. PyTorch's custom ops take
         strings, but not patterns.
 
         The text is not a field, because FSDP copies a dataclass among a module's inputs: it calls the constructor with
