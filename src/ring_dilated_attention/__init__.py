@@ -68,8 +68,8 @@ def _prepare(torch: Any) -> None:
 class _AfterTorch:
     """Waits for torch to be imported, and then calls `_prepare`. Used if this package is imported before torch.
 
-    It is a finder in sys.meta_path. A program may ask for torch's spec (importlib.util.find_spec) without importing
-    torch. So the finder is not removed when it is first asked, but only when torch's code has run.
+    The class is a finder in sys.meta_path. A program may ask for torch's spec (importlib.util.find_spec) without
+    importing torch. So the finder is removed only when torch's code has run, and not when it is first asked.
     """
 
     @classmethod

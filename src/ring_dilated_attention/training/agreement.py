@@ -28,8 +28,9 @@ T = TypeVar("T")
 def join_ranks(folder: Path | None, timeout: timedelta) -> None:
     """Join the process group, if there are several ranks.
 
-    folder: where the ranks of `rda train --ranks` meet; None under another launcher. timeout: how long a message of DDP
-    may take.
+    folder: the folder in which the ranks of `rda train --ranks` meet; None if another launcher started the ranks.
+
+    timeout: how long a message of DDP may take.
     """
     rank, num_ranks = started()
     if dist.is_initialized() or num_ranks == 1:
@@ -46,17 +47,17 @@ def join_ranks(folder: Path | None, timeout: timedelta) -> None:
 def store_of_launcher(rank: int, num_ranks: int) -> dist.Store:
     """The key-value store in which the ranks meet under torchrun or srun. Entries of earlier starts are hidden.
 
-    torch 2.13 keeps one store for all starts of a torchrun, with the addresses of ranks that are dead. So the names of
-    entries begin with the number of the start.
+    torch 2.13 keeps one store for all starts of a torchrun, with the addresses of ranks that have ended. So the names
+    of entries begin with the number of the start.
 
-    Several torchruns may disagree on this number, since each counts only its own restarts. So they need a new store for
-    each start. A ValueError says how to get it.
+    Several torchruns may disagree on this number, because each counts only its own restarts. So several torchruns need
+    a new store for each start. Raises a ValueError that says how to get new stores.
     """
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_torchruns and are_by_torchrun() and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         remedy = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"
         raise ValueError(
-            f"several torchruns with --max-restarts: ranks would find addresses of dead ranks: {remedy}"
+            f"after a restart, ranks of several torchruns would find addresses of ended ranks: {remedy}"
         )
     store: dist.Store = next(dist.rendezvous("env://", rank, num_ranks, timeout=JOIN_TIME))[0]
     return dist.PrefixStore(f"start-{os.environ[RESTART]}", store) if is_torchruns else store
@@ -86,7 +87,7 @@ def together(parallel: ContextParallel, action: Callable[[], T]) -> T:
     for rank, reason in values_of_all(parallel, (name_of_rank(), refusal)):
         if reason:
             refuse(f"{rank}: {reason}")
-    return result  # type: ignore[return-value]  # no rank refused: there is a result
+    return result  # type: ignore[return-value]  # no rank refused, so `result` is set
 
 
 def on_first(parallel: ContextParallel, action: Callable[[], Any]) -> Any:
@@ -130,8 +131,8 @@ def name_of_rank() -> str:
 def refuse(reason: str) -> NoReturn:
     """Raise a Refusal on this rank.
 
-    The ranks of a launcher write to one terminal, so only the first of them has the reason as its text. Processes that
-    were started one by one may have different terminals, so each of them has the reason.
+    The ranks of a launcher write to one terminal, so only the first rank raises the reason, and the others
+    raise an empty text. Processes that were started one by one may have different terminals, so each raises the reason.
     """
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     raise Refusal(reason if is_first else "")

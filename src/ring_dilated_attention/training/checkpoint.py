@@ -3,8 +3,8 @@
 `models/saved_run.py` describes the files. torch.distributed.checkpoint writes them into a folder with another name. The
 folder is then flushed to the disk, and gets the name of the checkpoint.
 
-The newest two checkpoints of a run stay, in case one is damaged. Older ones are deleted, file by file, if their state
-says that this run made them.
+The newest two checkpoints of a run stay, in case one is damaged. Older checkpoints are deleted, file by file, if their
+state says that this run made them.
 """
 
 import json
@@ -28,9 +28,9 @@ from .agreement import on_first, together, values_of_all
 from .files import flush, in_words
 from .metrics import METRICS_FILE
 
-MARK_FILE = "made-by-rda-train"  # a checkpoint's folder has this file until it is finished
+MARK_FILE = "made-by-rda-train"  # in a checkpoint's folder until the checkpoint is finished
 UNFINISHED = "unfinished-"
-# The tensors that each optimiser keeps for a parameter.
+# The names of the tensors that each optimiser keeps for a parameter.
 _FIELDS = {Muon: ("momentum_buffer",), AdamW: ("step", "exp_avg", "exp_avg_sq")}
 
 
@@ -45,8 +45,8 @@ def save_checkpoint(
 ) -> Path:
     """Write RUN/checkpoint-<step>, and then remove older checkpoints. Returns the path.
 
-    All ranks call this. is_cut: whether FSDP2 cuts the tensors over the ranks. Then each rank writes its shards of the
-    tensors. Otherwise the first rank writes all tensors.
+    All ranks call this. is_cut: whether FSDP2 cuts the tensors over the ranks. If so, each rank writes its shards of
+    the tensors. Otherwise the first rank writes all tensors.
 
     Raises ValueError if the checkpoint cannot be written. No older checkpoint is removed then.
     """
@@ -96,7 +96,7 @@ def _write(
     writer = HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
     try:
         with warnings.catch_warnings():
-            # torch warns that it saves without torch.distributed, which is what no_dist=True asks for.
+            # Hide torch's warning that it saves without torch.distributed, because no_dist=True asks for that.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             save(tensors, storage_writer=writer, no_dist=not is_cut)
     except CheckpointException as error:
@@ -110,10 +110,10 @@ def _write(
 def _finish(target: Path, unfinished: Path, state: dict[str, Any], files: dict[str, Any]) -> None:
     """Write the state, flush all files to the disk, give the checkpoint its name, and remove older checkpoints.
 
-    files: the size and digest of each file with tensors of the checkpoint, by name.
+    files: the size and digest of each file of tensors, by the file's name.
     """
     (unfinished / saved_run.STATE_FILE).write_text(signed(files, state))
-    # Also flush the metrics. If a crash of the host left the file of metrics empty, the run would not go on.
+    # Flush the metrics too, because a run cannot go on if a crash of the host leaves its file of metrics empty.
     for path in (*target.parent.glob(METRICS_FILE), *unfinished.iterdir(), unfinished):
         flush(path)
     unfinished.rename(target)
@@ -143,7 +143,8 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Opt
     parameters = dict(model.named_parameters())
     names = {parameter: name for name, parameter in parameters.items()}
     expected: dict[str, Tensor] = dict(parameters)
-    places = {}  # where each tensor of the optimisers' state belongs, by its name
+    # For each tensor of the optimisers' state, by its name: the optimiser, the parameter and the field.
+    places = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -189,7 +190,7 @@ def _remove(folder: Path) -> None:
     with suppress(OSError):
         for path in folder.glob(saved_run.SHARDS):
             path.unlink(missing_ok=True)
-        # The mark is removed last. If this removal is interrupted, the mark tells the next removal that the folder is
+        # Remove MARK_FILE last. If this removal is interrupted, the next removal sees by MARK_FILE that the folder is
         # an unfinished checkpoint.
         for name in (saved_run.STATE_FILE, MARK_FILE):
             (folder / name).unlink(missing_ok=True)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 STDIN = "-"
-# Installed packages, tests (many are data) and caches are not the language's own source.
+# Folders in Python's library that the default document leaves out: installed packages, tests (many are data), caches.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 def read_file(name: str) -> bytes:
-    """The bytes of a file, or of stdin. A ValueError if it cannot be read."""
+    """The bytes of a file, or of stdin. Raises ValueError if the file cannot be read."""
     try:
         if name == STDIN:
             return sys.stdin.buffer.read()

@@ -47,7 +47,7 @@ def replaced(path: Path) -> Iterator[Path]:
     try:
         unfinished.touch(exist_ok=False)
         yield unfinished
-        # The new file gets the mode of the old one. So a file that only its owner may read stays so.
+        # Give the new file the mode of the old file, so that a file that only its owner may read stays private.
         if place.exists():
             unfinished.chmod(stat.S_IMODE(place.stat().st_mode))
         flush(unfinished)
@@ -67,7 +67,7 @@ def folder_made(folder: Path) -> Iterator[Path]:
                 path.mkdir()
                 made.append(path)
             except OSError:
-                if not path.is_dir():  # a folder that was there already is no error
+                if not path.is_dir():  # no error if the folder exists already
                     raise
         yield folder
     finally:
@@ -129,7 +129,7 @@ def mentions(run: str) -> Callable[[BinaryIO], bool]:
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:
-    """The JSON object of a text, or an empty one if the text is anything else."""
+    """The JSON object of a text, or {} if the text is anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -28,9 +28,9 @@ from .scoring import gzip_bits_per_byte, held_out_bits_per_byte
 from .stop_request import StopRequest
 
 NATS_PER_BIT = math.log(2)
-NUM_EVALUATIONS = 5  # how often a run is scored on the held-out bytes, the end included
+NUM_EVALUATIONS = 5  # how often a run is scored on the held-out bytes, including at its end
 CLIP_NORM = 1.0  # larger gradients are scaled down to this norm
-WEIGHT_DECAY = 0.1  # the weight decay of matrices; vectors have none
+WEIGHT_DECAY = 0.1  # the weight decay of matrices; vectors are not decayed
 
 
 class TrainingDiverged(ValueError):
@@ -51,17 +51,18 @@ def train(
     """Train to the last step. After a request to stop, train only to the end of the current step. Returns the run's
     record.
 
-    shown: called with the number of steps that are done already. It returns a context that shows progress, and that
-    yields a function to call after each step.
+    shown: a function that is called with the number of steps done so far. Its result is a context manager that shows
+    progress, and that yields a function to call after each step.
     """
     options = run.hyperparameters
     torch.manual_seed(options.seed)
-    is_cut = run.fsdp and parallel.world_size > 1  # one rank cannot share parameters
+    is_cut = run.fsdp and parallel.world_size > 1  # a single rank holds all parameters
     model, loss_of = make_model(run, parallel, is_cut=is_cut)
     optimizers = make_optimizers(model, options)
     load(run, model, optimizers, parallel)
     state = together(parallel, partial(initial_state, run))
-    # Without a checkpoint, metrics in the folder are of a run that ended before its first checkpoint: replace them.
+    # Without a checkpoint, let `Metrics` replace any file of metrics (`owner` is None), because the run that made the
+    # file ended before its first checkpoint.
     owner = None if run.checkpoint is None else state["run"]
     make_metrics = partial(Metrics, run.folder, owner, state["step"], parallel.rank)
     eval_every = -(-options.total_steps // NUM_EVALUATIONS)
@@ -102,7 +103,7 @@ def make_model(run: Run, parallel: ContextParallel, *, is_cut: bool) -> tuple[Lo
     """
     config, recomputes = run.hyperparameters.model_config(), run.activation_checkpointing
     if is_cut:
-        from .sharded import sharded_model  # only now, since this import takes a second
+        from .sharded import sharded_model  # only if needed: it takes a second
 
         model = sharded_model(config, parallel=parallel, activation_checkpointing=recomputes)
         return model, NextTokenLoss(model)
@@ -130,8 +131,8 @@ def take_step(
     """Train the model on the windows of one step. A window is a piece of the document; the model reads the windows as
     packed documents.
 
-    Returns a mean loss in nats. If each rank reads windows of its own, it is the mean over these windows. Otherwise it
-    is the mean over all windows.
+    Returns a mean loss in nats. If each rank reads windows of its own, the mean is over these windows. Otherwise the
+    mean is over all windows.
     """
     options = run.hyperparameters
     phase = options.phase_of(step)
@@ -147,7 +148,7 @@ def take_step(
     else:
         tokens = parallel.shard(tokens_of(windows))
     borders = torch.arange(0, len(windows) + 1, phase.length, dtype=torch.int32)
-    # The backward is in the block too, since with activation checkpointing it runs layers again.
+    # Run the backward in the block too, because with activation checkpointing the backward runs layers again.
     with sharing:
         with torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bfloat16"):
             loss = loss_of(tokens.long(), borders)
@@ -194,7 +195,7 @@ def load(
         return
     checkpoint = run.checkpoint
     checked = offering_older(checkpoint)
-    # Each host may have its own copy of the checkpoint, so every rank checks all files of it.
+    # Check all files of the checkpoint on every rank, because each host may have its own copy.
     together(parallel, checked(partial(check_whole, checkpoint)))
     together(parallel, checked(partial(load_checkpoint, checkpoint, model, optimizers)))
 
@@ -240,17 +241,18 @@ def share_of_peak(options: Hyperparameters, step: int) -> float:
 
 
 def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.Module:
-    """Put the loss under DDP, which averages gradients over ranks. `loss_of` scales each rank's loss for that.
+    """Put the loss under DDP, which averages gradients over ranks. `loss_of` scales each rank's loss for this
+    averaging.
 
-    Returns the module to call. On one rank it is `loss_of` itself.
+    Returns the module to call. On one rank this is `loss_of` itself.
     """
     wrapped = (
         loss_of
         if parallel.world_size == 1
         else DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
     )
-    # Run one backward and drop its gradients, because DDP orders its buckets anew after the first backward. Without
-    # this, a resumed run would add gradients in another order than a run without a break, and would round differently.
+    # Run one backward and drop its gradients, because DDP orders its buckets anew after the first backward.
+    # Otherwise a resumed run would add gradients in another order than a run without a break, and round differently.
     borders = torch.tensor([0, 2 * parallel.world_size], dtype=torch.int32)
     tokens = parallel.shard(tokens_of(bytearray(2 * parallel.world_size)))
     wrapped(tokens.long(), borders).backward()
@@ -276,7 +278,7 @@ def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> 
     """
     is_finite = True
     for parameter in model.parameters():
-        # Only a DTensor has `to_local`. isinstance would need its class, whose import takes a second.
+        # Only a DTensor has `to_local`. Do not use isinstance, because importing the class DTensor takes a second.
         if hasattr(parameter, "to_local"):
             parameter = parameter.to_local()
         is_finite = is_finite and bool(parameter.isfinite().all())

@@ -22,8 +22,9 @@ def hardware() -> dict[str, Any]:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions that multiply in bfloat16. Then such products take less than half the time."""
-    return "bf16" in next(_values(Path("/proc/cpuinfo"), "flags"), "")  # avx512_bf16 or amx_bf16
+    """Whether this CPU has instructions that multiply in bfloat16. With them products take less than half the time."""
+    # The flags of such CPUs contain avx512_bf16 or amx_bf16.
+    return "bf16" in next(_values(Path("/proc/cpuinfo"), "flags"), "")
 
 
 def versions() -> dict[str, str]:

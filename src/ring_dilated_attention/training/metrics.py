@@ -15,12 +15,12 @@ class Step(NamedTuple):
     """The figures of one training step."""
 
     run: str  # the name of the run, by which the run recognises its metrics
-    step: int  # from 1
-    bits_per_byte: float  # the loss
-    held_out_bits_per_byte: float | None  # None: the step was not followed by an evaluation
+    step: int  # the number of the step, from 1
+    bits_per_byte: float  # the training loss of the step
+    held_out_bits_per_byte: float | None  # None: no evaluation followed the step
     seconds: float
     tokens_per_second: float
-    resident_bytes: list[int]  # the memory of each rank
+    resident_bytes: list[int]  # the bytes of memory that each rank has after the step
 
     def __str__(self) -> str:
         memory = f"{max(self.resident_bytes) / 1e6:,.0f} MB"
@@ -34,8 +34,8 @@ class Metrics(AbstractContextManager["Metrics"]):
 
     step: the step from which the run goes on. Lines of later steps are dropped.
 
-    run: the name of this run. Raises ValueError if another run made the file. If `run` is None, a file of any run is
-    replaced.
+    run: the name of this run, or None to replace the metrics of any run. Raises ValueError if another run made the
+    file.
     """
 
     def __init__(self, folder: Path, run: str | None, step: int, rank: int) -> None:
@@ -45,7 +45,7 @@ class Metrics(AbstractContextManager["Metrics"]):
         path, is_ours = folder / METRICS_FILE, partial(is_of, run=run)
         check_mine(path, is_ours, "this run")
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        # Keep the lines that are whole and of a step up to the checkpoint.
+        # Keep the complete lines of steps 1 to `step`, because the run repeats all later steps.
         kept = [
             f"{line}\n" for line in lines if json_object(line).get("step") in range(1, step + 1)
         ]
@@ -55,9 +55,10 @@ class Metrics(AbstractContextManager["Metrics"]):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self.file is None:
             return
-        with suppress(OSError):  # each step was flushed; `error` tells of a full disk
+        with suppress(OSError):  # if the disk is full, `add` has raised already
             self.file.close()
-        # A run that fails before its first checkpoint cannot go on. Leave the folder as it was, for the next try.
+        # Delete the metrics of a run that fails before its first checkpoint, because such a run cannot go on. Otherwise
+        # the file would be in the way of the next run.
         if error is not None and not any(self.folder.glob("checkpoint-*")):
             (self.folder / METRICS_FILE).unlink(missing_ok=True)
 

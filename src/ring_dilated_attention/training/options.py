@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from ..models.longnet_config import LongNetConfig
 from .machine import multiplies_bfloat16
 
-MOST_LAYERS = 10_000  # the most layers: each is a module, which takes time and memory
+MOST_LAYERS = 10_000  # the most layers, because each layer takes time and memory
 LONGEST = 2**40  # the longest segment, and the largest dilation rate
-MAX_INT64 = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
-# The range of learning rates. AdamW divides the rate by 1 - 0.9 in its first step: the result must fit float32.
+MAX_INT64 = 2**63 - 1  # the largest integer of 64 bits, and the largest size or stride of a tensor
+# The range of learning rates. In its first step AdamW divides the rate by 1 - 0.9, and the quotient must fit float32.
 RANGE_OF_RATES = (1e-30, 1e30)
-# Most steps read short sequences, which teach the model most in the same time.
+# By default most steps read short sequences, because the model learns most from them in the same time.
 DEFAULT_STEPS, DEFAULT_PHASES = 7, ("512:2:1080", "1024:2:300", "4096:2:36")
 DEFAULT_WINDOW = 128  # the sliding window that is added to the default segments
 
@@ -157,7 +157,7 @@ class Hyperparameters:
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> "Hyperparameters":
-        """The inverse of `asdict`, also after JSON made lists of tuples.
+        """The inverse of `asdict`, also if JSON has turned tuples into lists.
 
         Raises ValueError if another version of this package saved other fields.
         """
@@ -205,7 +205,8 @@ def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], 
         kind = item.metadata["kind"]
         nargs = None
         if isinstance(item.default, tuple):
-            nargs = "*" if kind is int else "+"  # --segment-lengths may be empty, with --window
+            # Allow --segment-lengths and --dilation-rates without values, because --window may be given alone.
+            nargs = "*" if kind is int else "+"
         text = item.metadata["help"]
         if item.default not in ((), None):
             text += f" (default {_shown(item.default)})"

@@ -24,14 +24,15 @@ from .files import named_in_errors
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-STORE_BYTES = 2**14  # more bytes than launcher and ranks write to their two stores
+STORE_BYTES = 2**14  # more bytes than the launcher and the ranks write to their two stores
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
-LAUNCHER = "RDA_TRAIN_LAUNCHER"  # the variable with the process id of `rda train --ranks`
-RESTART = "TORCHELASTIC_RESTART_COUNT"  # how often the elastic launcher of this host started its ranks again
+LAUNCHER = "RDA_TRAIN_LAUNCHER"  # environment variable: the process id of the launcher
+RESTART = "TORCHELASTIC_RESTART_COUNT"  # how often this host's launcher restarted its ranks
 PR_SET_PDEATHSIG = 1  # a constant of linux/prctl.h
-SECONDS_TO_SAVE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torch's variable: how many seconds to save
+SECONDS_TO_SAVE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds until ranks are killed
 CODE_FILE = "exit-code"  # the file in FOLDER (see `launch`) with the command's exit code
-# A rank that lost another adds this to its timestamp, so that the rank that failed has the earliest timestamp.
+# A rank that lost another rank adds these seconds to the timestamp of its failure, so that the rank that failed first
+# has the earliest timestamp.
 LATER_SECONDS = 3600
 
 
@@ -95,11 +96,12 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_s
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.disable(logging.WARNING)  # hides torch's line about each signal that it passes on
+    logging.disable(logging.WARNING)  # hide torch's line about each signal to the ranks
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(num_ranks)))
-    # torch before 2.12 does not read this variable, and waits 30 seconds
+    # Set how long torch waits before it kills ranks. torch before 2.12 does not read this variable, and waits 30 s.
     os.environ.setdefault(SECONDS_TO_SAVE, str(seconds_to_save))
-    # Without TORCH_DISABLE_SHARE_RDZV_TCP_STORE the launcher opens a second store, on every network interface.
+    # Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE, because otherwise the launcher opens a second store, on every network
+    # interface.
     os.environ |= {
         **loopback_only(),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -107,7 +109,7 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_s
     }
     with tempfile.TemporaryDirectory(prefix="rda-train-") as folder:
         with named_in_errors(Path(folder)):
-            # If the disk is full, fail here: torch's store would wait for ever.
+            # Fail here if the disk is full, because torch's store would wait for ever.
             Path(folder, "room").write_bytes(bytes(STORE_BYTES))
         config = LaunchConfig(
             min_nodes=1,
@@ -117,7 +119,8 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_s
             max_restarts=num_restarts,
             rdzv_backend="c10d",
             rdzv_endpoint=f"{folder}/launcher",
-            # Send keep-alive messages rarely: each makes the store's file longer, and no other launcher reads them.
+            # Send a keep-alive message only once an hour, because each message makes the store's file longer, and no
+            # other launcher reads the messages.
             rdzv_configs={"store_type": "file", "keep_alive_interval": 3600},
             signals_to_handle="SIGINT,SIGTERM",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
@@ -141,25 +144,25 @@ def leave_code(folder: Path, code: int) -> None:
     follows."""
     unfinished = folder / f"{CODE_FILE}-{os.getpid()}"
     unfinished.write_text(str(code))
-    unfinished.replace(folder / CODE_FILE)  # other ranks must not find a part of the file
+    unfinished.replace(folder / CODE_FILE)  # so that no rank reads an unfinished file
 
 
 def leave_reason(reason: str, *, is_cause: bool) -> None:
     """Tell the elastic launcher in one line why this rank fails.
 
-    The launcher takes the failure with the earliest timestamp for the cause of the others. is_cause: False for a rank
-    that fails only because it lost another.
+    The launcher takes the failure with the earliest timestamp for the cause of all failures. is_cause: False for a rank
+    that fails only because it lost another rank.
     """
     timestamp = 0 if is_cause else int(time.time()) + LATER_SECONDS
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with suppress(OSError):  # on a full disk the launcher knows only the exit code
+        with suppress(OSError):  # if the disk is full, the launcher gets only the exit code
             Path(path).write_text(json.dumps({"message": reason, "timestamp": timestamp}))
 
 
 def cause(error: "ChildFailedError") -> str:
     """A text that says which rank failed first, and why.
 
-    The reason is the one that the rank wrote by `leave_reason`. If it wrote none, the text has the signal that ended
+    The reason is what the rank wrote by `leave_reason`. If the rank wrote no reason, the text has the signal that ended
     the rank, or the rank's exit code.
     """
     rank, failure = error.get_first_failure()
@@ -178,6 +181,6 @@ def end_with_launcher() -> None:
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    # If the launcher ended before prctl was called, this rank has another parent by now.
+    # End this rank if the launcher ended before prctl was called: in that case the rank has another parent by now.
     if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -23,9 +23,9 @@ from .options import Hyperparameters, flag, resolve
 from .run_folder import LOCK_FILE
 
 RECORD_FILE = "record.json"  # the file that a run leaves at its end
-# the options that must be the same on all ranks, besides hyperparameters
+# The options that must be the same on all ranks, in addition to the hyperparameters.
 ALIKE = ("save_every", "activation_checkpointing", "fsdp")
-# The entries of a run's state in every checkpoint.
+# The entries that a run's state has in every checkpoint.
 _STATE = {
     "run",
     "step",

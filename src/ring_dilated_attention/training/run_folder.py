@@ -12,7 +12,7 @@ from ..models.saved_run import MAKER, find_checkpoint
 from .files import check_mine, folder_made, write_whole
 
 LOCK_FILE, STARTS_FILE = ".rda-train.lock", ".rda-train.starts"
-# What filelock writes into a lock: the process id, the host, and perhaps a number.
+# Matches what filelock writes into a lock file: the process id, the host, and perhaps a number.
 OF_FILELOCK = re.compile(rb"\d+\n[^\n]+\n(\d+\n)?")
 MOST_STARTS = 3  # the most starts in a row without a new checkpoint
 
@@ -38,7 +38,8 @@ def own_folder(folder: Path, seconds: float = 0) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            path.unlink(missing_ok=True)  # before the release: later it may be another run's file
+            # Delete the file before the lock is released, because later another run may own the file.
+            path.unlink(missing_ok=True)
             lock.release()
 
 
@@ -50,8 +51,8 @@ def is_lock(file: BinaryIO) -> bool:
 
 
 def are_by_torchrun() -> bool:
-    """Whether an elastic launcher starts failed ranks again: that of torchrun --max-restarts or of rda train
-    --restarts."""
+    """Whether the elastic launcher of this process starts failed ranks again. The launcher is torchrun --max-restarts
+    or rda train --restarts."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 

@@ -13,13 +13,13 @@ def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dic
     options = Hyperparameters.from_dict(state["hyperparameters"])
     status = "complete" if state["step"] == options.total_steps else "interrupted"
     return {
-        **state,  # the state comes first: it begins with the run's name, which `mentions` looks for
+        **state,  # first, so that `mentions` finds the run's name at the beginning of the file
         "status": status,
         "run_folder": str(folder),
         "num_ranks": len(state["ranks"]),
         "num_parameters": num_parameters,
         "tokens_per_second": options.positions_before(state["step"]) / state["seconds"],
-        # These two scores are filled in when the run is complete.
+        # `loop.scored_record` sets these two scores if the run is complete.
         "held_out_bits_per_byte": None,
         "gzip_bits_per_byte": None,
     }

@@ -21,8 +21,8 @@ CHUNK = 4096
 class Score(NamedTuple):
     """How many bits a model needed to predict the bytes that it read."""
 
-    num_read: int  # the number of bytes, also those that are not predicted
-    num_predicted: int
+    num_read: int  # how many bytes the model read
+    num_predicted: int  # how many bytes the model predicted; the first of a context is only read
     bits: float
 
 

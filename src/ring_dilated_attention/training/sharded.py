@@ -22,8 +22,8 @@ def sharded_model(
         model = LongNetLM(
             config, parallel=parallel, activation_checkpointing=activation_checkpointing
         )
-    # Draw the random numbers that an uncut model draws before it resets its parameters. So the parameters are the same
-    # with and without --fsdp.
+    # Draw the random numbers that an uncut model draws before it resets its parameters, so that the parameters are the
+    # same with and without --fsdp.
     nn.Embedding(config.vocab_size, config.embed_dim)
     for _ in model.blocks:
         LongNetBlock(config, parallel, "auto")
@@ -35,8 +35,8 @@ def sharded_model(
     for block in model.each_block():
         model.reset_block(block.to_empty(device="cpu"))
         fully_shard(block, mesh=mesh)
-    # Without reshard_after_forward, a `loss` that has no backward would leave the parameters outside of blocks whole,
-    # on every rank.
+    # Set reshard_after_forward, because otherwise a `loss` without a backward would leave the parameters outside of
+    # blocks whole on every rank.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     # Let `loss`, like `forward`, gather the parameters outside of blocks.
     register_fsdp_forward_method(model, "loss")

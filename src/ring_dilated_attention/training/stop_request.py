@@ -6,7 +6,8 @@ import time
 from contextlib import suppress
 from types import FrameType
 
-STDERR = 2  # written to by os.write, since a signal may come while sys.stderr is in use
+# The descriptor of stderr. Signal handlers write to it by os.write, because sys.stderr may be in use at that moment.
+STDERR = 2
 # Slurm signals the launcher and its ranks, and the launcher passes the signal on. So a rank may get one request as two
 # signals. Signals within this time count as one request.
 TWICE_SECONDS = 1
@@ -31,8 +32,8 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        # After an error SIGTERM still does not end the process. If a rank is lost, an elastic launcher sends SIGTERM to
-        # the other ranks, and they must have time to tell the user how to go on.
+        # After an error, keep the handler of SIGTERM, so that SIGTERM does not end the process. If a rank is lost, an
+        # elastic launcher sends SIGTERM to the other ranks, which need time to tell the user how to go on.
         signal.signal(signal.SIGINT, self._previous[signal.SIGINT])
         if kind is None:
             signal.signal(signal.SIGTERM, self._previous[signal.SIGTERM])
@@ -46,7 +47,7 @@ class StopRequest:
         if self.requested_at is None:
             self.requested_at = now
             if self.says:
-                with suppress(OSError):  # the terminal is gone
+                with suppress(OSError):  # fails if the terminal was closed
                     os.write(STDERR, _NOTICE)
         elif now - self.requested_at > TWICE_SECONDS:
             signal.signal(number, signal.SIG_DFL)
