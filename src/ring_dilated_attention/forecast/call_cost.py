@@ -26,7 +26,7 @@ from .clock import Hardware, StepTime, model_step
 
 MOST_TIMED = 64  # the most ranks of a call whose time is modelled
 DOZEN = 12
-FLOPS_PER_PAIR = 7 * 2  # per number of a head: 2 products forward, 5 backward, 2 FLOPs each
+FLOPS_PER_PAIR = 7 * 2  # for each head dim: 2 products forward, 5 backward, 2 FLOPs each
 
 
 class PlannedCall(NamedTuple):
@@ -67,8 +67,8 @@ class Exchange(NamedTuple):
 class Counted(NamedTuple):
     """What every rank of a job (an attention call with its shards) computes and receives.
 
-    places: the counts of the ranks. If no heads are dealt, there is one count for all ranks. If groups of ranks deal
-    heads, entry i counts the i-th rank of every group. In groups of 2, entry 0 counts the ranks 0, 2, 4, ...
+    places: a list of counts. If no heads are dealt, the list has one entry, which counts all ranks. If groups of ranks
+    deal heads, entry i counts the i-th rank of every group. In groups of 2, entry 0 counts the ranks 0, 2, 4, ...
     """
 
     job: Job
@@ -145,12 +145,12 @@ class Figures(NamedTuple):
     """What all ranks compute, send and hold in a forward and backward of a call, and how long that takes."""
 
     flops: int  # the FLOPs of all ranks together
-    balance: float  # the mean FLOPs of a rank, over the FLOPs of the busiest rank
+    balance: float  # the mean FLOPs of a rank, divided by the FLOPs of the busiest rank
     sent_by_branch: list[int]  # bytes of keys and values that all ranks send in a forward
     ranks: tuple[RankFigures, ...]  # figures of the picked ranks
     num_ranks: int
-    step: StepTime | None  # None without hardware, or with more than MOST_TIMED ranks
-    peak_bytes: int  # the most bytes that a picked rank holds; 0 without a kernel
+    step: StepTime | None  # None if no hardware is given, or for more than MOST_TIMED ranks
+    peak_bytes: int  # the most bytes that a picked rank holds; 0 if no kernel is given
 
     @property
     def most_sent(self) -> int:

@@ -39,15 +39,15 @@ class Hardware(NamedTuple):
     flops_per_second: float
     bytes_per_second: float
     latency_seconds: float = 0.0
-    backward_flops_per_second: float | None = None  # None: as fast as a forward
-    # the fixed time of every kernel call, added to the time of its FLOPs
+    backward_flops_per_second: float | None = None  # None: the same rate as in a forward
+    # The seconds that every kernel call takes in addition to the time of its FLOPs.
     call_seconds: float = 0.0
-    # the time of the handshake's first round, as measured; None: one latency, like each further round
+    # The measured seconds of the first round of a handshake. None: one latency, as for each further round.
     handshake_seconds: float | None = None
-    # The number of ranks on a host. None: one network joins all ranks, and the two host_... fields are not read.
+    # The number of ranks on a host. None: one network joins all ranks, and the next two fields are not read.
     gpus_per_host: int | None = None
     host_bytes_per_second: float | None = None  # the rate of messages inside a host
-    host_latency_seconds: float = 0.0
+    host_latency_seconds: float = 0.0  # the latency of messages inside a host
 
     def network(self, first: int, last: int) -> tuple[float, float]:
         """The bytes per second and the latency of the network that joins the ranks from `first` to `last`.
@@ -101,7 +101,7 @@ class StepTime(NamedTuple):
 
 
 def model_step(plans: Sequence[RankPlan], sizes: Sizes, hardware: Hardware) -> StepTime:
-    """The time of a step with a kernel that computes one tile at a time. plans: one for each rank, in order."""
+    """The time of a step with a kernel that computes one tile at a time. plans: the ranks' plans, in order."""
     num_ranks = len(plans)
     network = Network(num_ranks, hardware)
     ranks = [_Rank(number, plan, network, sizes) for number, plan in enumerate(plans)]
@@ -130,8 +130,8 @@ def model_step(plans: Sequence[RankPlan], sizes: Sizes, hardware: Hardware) -> S
     return StepTime(*longest, sum(longest), tuple(times))
 
 
-# The number of matrix products in a tile of a forward ("partial") and of a backward ("gradients"). A product takes 2 *
-# D FLOPs for each (query, key) pair.
+# The number of matrix products in a tile of a forward ("partial") and of a backward ("gradients"). A product takes
+# 2 * head_dim FLOPs for each (query, key) pair.
 _PRODUCTS = {"partial": 2, "gradients": 5}
 
 
@@ -174,8 +174,8 @@ class _Rank:
         self.computing += seconds
 
     def post(self, step: Post) -> tuple[list["Side"], list["Side"]]:
-        # If groups of ranks deal heads, a ring joins one rank of each group, all at the same place in their groups.
-        # Then the plan names a peer by the number of its group.
+        # If groups of ranks deal heads, a ring joins one rank of each group, all at the same place in their groups. So
+        # the plan names a peer by the number of its group, and `side` turns this number into the peer's rank.
         size = 1
         place = 0
         if self.dealing is not None:
@@ -236,7 +236,8 @@ def _row_bytes(name: str, plan: Plan, sizes: Sizes) -> int:
 class Side:
     """A message as one of its two ranks posted it. peer: the other rank.
 
-    posted and done are moments: of posting, and of arrival. `done` is None as long as it is not known.
+    posted: the moment at which the rank posted the message. done: the moment at which the message arrives; None as long
+    as this moment is not known.
     """
 
     peer: int
@@ -246,7 +247,7 @@ class Side:
 
 
 class Network:
-    """For every rank two queues of messages, those that it sends and those that it receives, in the order of posting.
+    """For every rank two queues, of the messages that the rank sends and that it receives, in the order of posting.
 
     All ranks order messages alike (by the step of the ring exchange, then by ring). So there is always a message that
     is first in both its sender's and its receiver's queue, and the ranks cannot deadlock.

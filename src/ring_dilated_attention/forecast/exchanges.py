@@ -7,9 +7,9 @@ from ..plan.sharding import SHARDINGS, WITHOUT_DOCUMENTS, Borders
 from .call_cost import Exchange, Figures, PlannedCall, forecast
 from .clock import Hardware, time_text
 
-WORTH_IT = 0.95  # advise another exchange only if a step takes at most this share of the time
-# The sharding zigzag_documents makes a ring of all ranks for each document. It is tried only if documents * ranks**2 is
-# at most this number.
+WORTH_IT = 0.95  # another exchange is advised only if its step takes at most this share of the time
+# The largest documents * ranks**2 for which the sharding zigzag_documents is tried. This sharding takes long to plan,
+# because it makes a ring of all ranks for each document.
 MOST_DOCUMENT_WORK = 2**17
 
 
@@ -62,8 +62,9 @@ def alternatives(
 
 
 def _rank_of(row: Alternative) -> tuple[float, ...]:
-    """The key by which alternatives are sorted. Alternatives with a time come first, the fastest in front. The others
-    follow, the best balanced in front. Of equal alternatives, the one that sends least comes first."""
+    """The key by which alternatives are sorted. Alternatives with a time come first, the fastest in front.
+    Alternatives without a time follow, the best balanced in front. Of equal alternatives, the one that sends least is
+    first."""
     if row.figures.step is None:
         return (1, -row.figures.balance, row.figures.most_sent)
     return (0, row.figures.seconds, row.figures.most_sent)
@@ -72,8 +73,8 @@ def _rank_of(row: Alternative) -> tuple[float, ...]:
 def better(figures: Figures, rows: list[Alternative]) -> str:
     """A sentence that advises the fastest of `rows`, or "" if no advice is worth it.
 
-    figures: those of the call as the user asked for it. Advice is worth it if the fastest step takes at most WORTH_IT
-    of the time in `figures`.
+    figures: the figures of the call as the user asked for it. Advice is worth it if the fastest step takes at most
+    WORTH_IT of the time in `figures`.
     """
     if not rows or rows[0].figures.step is None or figures.step is None:
         return ""

@@ -29,7 +29,7 @@ class Training(NamedTuple):
     batch: int
     itemsize: int  # the bytes of one number in activations
     kernel: str
-    activations: tuple[str, ...] = ACTIVATIONS  # which ways to hold activations are compared
+    activations: tuple[str, ...] = ACTIVATIONS  # the ways to hold activations that are compared
 
 
 class Mesh(NamedTuple):
@@ -76,7 +76,7 @@ def ranked_meshes(
     memory_bytes: float,
     step: Callable[[], object] = lambda: None,
 ) -> list[MeshPlan]:
-    """Plan every mesh. Returns the plans that fit the memory, the fastest first, and then the others.
+    """Plan every mesh. Returns the plans that fit the memory, the fastest first, and then all other plans.
 
     step: a function that is called after each mesh, to show progress.
     """
@@ -88,15 +88,15 @@ def ranked_meshes(
 
 
 def _rank_of(plan: MeshPlan) -> tuple[bool, float]:
-    """The key by which plans are sorted. Plans that fit the memory come first, the fastest of them in front. The others
-    follow, those with the least memory in front."""
+    """The key by which plans are sorted. Plans that fit the memory come first, the fastest of them in front. All other
+    plans follow, those that need the least memory in front."""
     if plan.fits:
         return False, -plan.tokens_per_second
     return True, plan.memory.total
 
 
 def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: float) -> MeshPlan:
-    """The fastest way to train on a mesh that fits the memory. If none fits, the way that needs the least memory.
+    """The fastest way to train on a mesh that fits the memory. If no way fits, the one that needs the least memory.
 
     The time of a step is the sum of three times: of the products with weights, of the attention of all layers, and of
     the messages about gradients. The optimiser's own work is not counted.
@@ -115,8 +115,8 @@ def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: 
             continue
         num_shards = mesh.num_ranks if is_cut else 1
         memory = model_memory(decoder, held[activations], num_shards, training.itemsize)
-        times = 3  # the backward computes twice as many products as the forward
-        if activations != "kept":  # the backward repeats the forward, except the attention
+        times = 3  # a forward, and a backward with twice as many products as the forward
+        if activations != "kept":  # the backward computes the forward again, except attention
             times += 1
         matrices_seconds = times * product_flops / hardware.flops_per_second
         gradients_seconds = _gradient_seconds(training, mesh, hardware, is_cut=is_cut)
@@ -166,8 +166,8 @@ def _attention(
 def _gradient_seconds(training: Training, mesh: Mesh, hardware: Hardware, *, is_cut: bool) -> float:
     """The seconds of a step in which devices exchange gradients or parameters.
 
-    Without FSDP2 they sum gradients by a reduce-scatter and an all-gather. With FSDP2 (is_cut) they gather parameters
-    twice and reduce-scatter gradients once.
+    Without FSDP2 devices sum gradients by a reduce-scatter and an all-gather. With FSDP2 (`is_cut` set) devices gather
+    parameters twice and reduce-scatter gradients once.
 
     All bytes pass inside hosts. Between hosts pass only the bytes of one device of each host.
     """

@@ -25,12 +25,15 @@ ACTIVATIONS = ("kept", "checkpointed")
 
 
 class DecoderWithLoss(nn.Module):
-    """Returns the sum of a decoder's losses. body: from tokens (B, N) to hidden rows (B, N, E). head: to logits.
+    """Returns the sum of a decoder's losses.
+
+    body: the module that turns tokens (B, N) into hidden rows (B, N, E). head: the module that turns hidden rows into
+    logits.
 
     As in models/recompute.py, logits are computed for one slice of rows at a time, and again in the backward.
 
-    Two slices are enough to reach the peak of memory, so the other rows have no logits here. But they have gradients,
-    as in training: the gradients of all hidden rows are held at the same time.
+    Two slices are enough to reach the peak of memory, so all further rows have no logits here. But all rows have
+    gradients, as in training: the gradients of all hidden rows are held at the same time.
     """
 
     def __init__(self, body: nn.Module, head: nn.Module, vocab_size: int) -> None:
@@ -60,13 +63,13 @@ class DecoderWithLoss(nn.Module):
         return F.cross_entropy(logits_TV, labels_T, reduction="sum")
 
 
-# make(num_blocks, is_checkpointed) returns a decoder in float32 on "meta". If is_checkpointed, its blocks are
-# checkpointed with save_attention.
+# The type of a function make(num_blocks, is_checkpointed), which returns a decoder in float32 on the device "meta". If
+# `is_checkpointed` is set, the decoder's blocks use activation checkpointing with `save_attention`.
 MakeDecoder = Callable[[int, bool], DecoderWithLoss]
 
 
 class Decoder(NamedTuple):
-    """The sizes of a decoder. The last three are counted in the module that `make` makes."""
+    """The sizes of a decoder. The last three sizes are counted in the modules that `make` returns."""
 
     name: str
     make: MakeDecoder
@@ -76,7 +79,7 @@ class Decoder(NamedTuple):
     head_dim: int
     num_parameters: int
     block_parameters: int  # the parameters of one block
-    matrix_entries: int  # entries of the matrices that multiply a token's row, the head's too
+    matrix_entries: int  # entries of all matrices that multiply a token's row, also of the head
 
 
 def count_decoder(
@@ -129,8 +132,8 @@ class HeldByModel(Held):
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # Models of transformers ask whether all tokens are of one document, or whether any is not. Tensors on "meta"
-        # have no values to answer from. So "all" gets the answer True here, and "any" False.
+        # Answer True to "all" and False to "any", because tensors on "meta" have no values. Models of transformers ask
+        # whether all tokens are of one document, or whether any token is of another document.
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return not self.is_any_asked
         self.is_any_asked = func is torch.ops.aten.any.default
@@ -143,8 +146,8 @@ def weigh_activations(
 ) -> dict[str, int]:
     """The most bytes that a rank holds at once in a forward and backward, for each name in ACTIVATIONS.
 
-    Parameters, gradients and optimiser state are not included. num_positions: the positions of each sequence that the
-    rank has. attention: what one attention call holds on it.
+    Parameters, gradients and optimiser state are not included. num_positions: how many positions of each sequence the
+    rank holds. attention: the bytes that one attention call holds on the rank.
     """
     peak = partial(_peak, decoder, batch, num_positions, dtype, attention)
     num_bytes = {}
@@ -168,7 +171,8 @@ def _peak(
     module = decoder.make(num_layers, is_checkpointed)
     module.to(dtype)
     for parameter in module.parameters():
-        # The gradients exist before the backward, which adds to them. `model_memory` counts them as states.
+        # Make the gradients before the backward, so that they are not counted as activations: `model_memory` counts
+        # gradients as states.
         parameter.grad = torch.empty_like(parameter)
     tokens = torch.empty(batch, num_positions, dtype=torch.int64, device="meta")
     with torch.device("meta"), HeldByModel([tokens], attention) as held:
@@ -181,7 +185,9 @@ class ModelMemory(NamedTuple):
 
     states: int  # bytes of parameters, gradients and AdamW's two moments
     activations: int
-    working: int  # bytes of parameters copied to the activations' dtype, or gathered by FSDP2
+    # The bytes of a copy of the parameters in the activations' dtype. With FSDP2: the bytes of the gathered parameters
+    # of two blocks, and of the whole gradients of one block.
+    working: int
     total: int
 
 
@@ -195,7 +201,7 @@ def model_memory(decoder: Decoder, activations: int, num_shards: int, itemsize: 
     width = max(FLOAT, itemsize)
     states = 4 * width * -(-decoder.num_parameters // num_shards)
     working = 0
-    if num_shards > 1:  # held whole: the parameters of two blocks, the gradients of one
+    if num_shards > 1:  # whole at once: parameters of two blocks, gradients of one block
         working = 3 * decoder.block_parameters * itemsize
     elif itemsize < width:
         working = decoder.num_parameters * itemsize

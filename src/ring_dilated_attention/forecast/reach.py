@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ..pattern import DilatedPattern
 from ..plan.sight import block_length
 
-NONE, ALL = 0, 1  # the nodes of no positions and of all positions, at every height
+NONE, ALL = 0, 1  # the nodes of the empty set and of the set of all positions, at every height
 
 
 class _Sets:
@@ -89,7 +89,7 @@ class _Sets:
             return neighbour
         first, second = self.halves[a]
         before, after = self.halves[neighbour]
-        # the neighbour of each half
+        # Find the neighbour of each half of `a`.
         neighbours = second, before
         if move.is_up:
             neighbours = after, first
@@ -188,16 +188,18 @@ def _branch(
         segment = (min(branch.segment_length, seq_len) - 1).bit_length()
         rate = (branch.dilation_rate - 1).bit_length()
         if rate >= segment:
-            return _Branch(NONE, [])  # a head reads at most one position of a segment
+            # A head reads at most one position of a segment, so a query sees no position but itself.
+            return _Branch(NONE, [])
         farthest = 2**segment - 2**rate
         heads = pattern.heads_of(number, num_heads)
         phases = [pattern.phase_of(number, head, num_heads) or 0 for head in heads]
-        # Under every phase rule the phases that heads read are consecutive. So `read` is one range in each 2**rate
-        # positions, repeated over the sequence.
+        # Repeat one range of each 2**rate positions over the sequence, because under every phase rule the phases that
+        # heads read are consecutive.
         read = sets.of(min(phases), max(phases) + 1, rate)
         for _ in range(rate, height):
             read = sets.join(read, read)
-    # Moves by 1, 2, 4, ... times the rate, one after the other, reach every multiple of the rate up to `farthest`.
+    # Collect the moves. Moves by 1, 2, 4, ... times the dilation rate, one after the other, reach every multiple of the
+    # dilation rate up to `farthest`.
     distances = []
     covered = 0
     while covered < farthest:
@@ -219,7 +221,7 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
     - The segments are the first, in which each missing position is a larger share, and the last, which may be shorter.
     - With a window of w positions, also places w - 2 and w - 1 of these segments. The window shows keys before the
       start of a segment only to the first w - 1 queries of the segment.
-    - With a window, also the last queries of the sequence. One of them is in no phase that heads read.
+    - With a window, also the last queries of the sequence. One of these queries is in no phase that heads read.
     """
     shortest = min(branch.segment_length for branch in pattern.branches)
     starts = {0, max(0, (seq_len - 1) // shortest - 1) * shortest}
@@ -229,5 +231,5 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
     queries = {start + place for start in starts for place in (0, num_heads)} | {seq_len - 1}
     if pattern.window is not None:
         queries |= {start + pattern.window - place for start in starts for place in (1, 2)}
-        queries |= set(range(max(seq_len - num_heads - 2, 0), seq_len))  # see above
+        queries |= set(range(max(seq_len - num_heads - 2, 0), seq_len))  # the last queries
     return sorted(query for query in queries if query < seq_len)

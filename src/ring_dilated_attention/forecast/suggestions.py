@@ -58,8 +58,8 @@ def _pattern(
     """
     if ratio is not None:
         return DilatedPattern.longnet(seq_len, first_length=first, ratio=ratio, is_causal=is_causal)
-    # With this rate a query sees 0.5 to 1 times as many keys in the whole sequence as in its segment of `first`
-    # positions. The next line lowers the rate if there are few heads.
+    # Choose the rate so that a query sees 0.5 to 1 times as many keys in the whole sequence as in its segment of
+    # `first` positions. The next line lowers the rate if there are few heads.
     rate = 2 ** ((seq_len - 1) // first).bit_length()
     rate = min(rate, 2 ** (num_heads.bit_length() - 1))
     return DilatedPattern((first, seq_len), (1, rate), is_causal=is_causal)
