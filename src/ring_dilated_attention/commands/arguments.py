@@ -12,7 +12,8 @@ from ..training.options import MAX_INT64, in_short
 DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 UNITS = {name.lower(): size for name, size in (DECIMAL | BINARY).items()}
-# Commas only group thousands. "2048,65536" is refused: a space must separate two numbers.
+# Matches a number and its unit. Commas may only group thousands: "2048,65536" does not match, because a space must
+# separate two numbers.
 NUMBER = re.compile(
     r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)"
 )
@@ -20,9 +21,9 @@ RULE = (
     "K, M, G, T are powers of 1,000, Ki, Mi, Gi, Ti of 1,024: write 1M, 64Ki, 1e6 or 131,072; set several numbers "
     "apart by spaces"
 )
-# More ranks, heads or sequences would take minutes and gigabytes before the command prints anything.
+# The most ranks, heads and sequences. More would take minutes and gigabytes before the command prints anything.
 MOST_RANKS, MOST_HEADS, MOST_BATCH = 2**20, 2**16, 2**12
-MOST_ENTRIES = 2**24  # the largest width or vocabulary: more is a typing mistake
+MOST_ENTRIES = 2**24  # the largest width and vocabulary; a larger number is a typing mistake
 
 
 def count(text: str) -> int:
@@ -79,7 +80,7 @@ def check_installed(packages: Iterable[str], extra: str, who: str = "") -> None:
     """Raise a ValueError if a package is not installed. The message says how to install it with pip.
 
     extra: the extra of this package (pip install 'ring-dilated-attention[extra]') that brings the packages. who: the
-    option that needs the packages and a space, such as "--picture "; "" if the whole command needs them.
+    option that needs the packages, followed by a space, such as "--picture "; "" if the whole command needs them.
     """
     missing = [name for name in packages if find_spec(name) is None]
     if missing:

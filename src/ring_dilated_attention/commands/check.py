@@ -63,12 +63,12 @@ CASES = (
     Case("queries without keys", DilatedPattern((8, 97), (3, 8)), 97, 1, 3, 3, 16),
 )
 
-# Two values of `Trial.exchange` without messages between ranks. CACHE: one device appends a sequence to a cache.
-# SIMULATED: one process computes for all ranks.
+# Two values of `Trial.exchange`, for trials without messages between ranks. CACHE: one device appends a sequence to a
+# cache. SIMULATED: one process computes for all ranks.
 CACHE, SIMULATED = "cache", "simulated"
 
 
-Row = dict[str, Any]  # a line of the table, and of the JSON
+Row = dict[str, Any]  # one row of the table, or one entry of the JSON list
 
 
 class Trial(NamedTuple):
@@ -157,7 +157,8 @@ def run_trials(trials: Sequence[Trial], on_step: Callable[[], object]) -> list[R
     for i, trial in enumerate(trials):
         result = worst(trial.cases, trial.dtype, [rank[i] for rank in ranks], trial.device)
         verdict = "passed" if result.passed else "failed"
-        size = result.error if math.isfinite(result.error) else "inf"  # JSON has no infinity
+        # Replace an infinite error by a text, because JSON has no infinity.
+        size = result.error if math.isfinite(result.error) else "inf"
         numbers = {"num_cases": len(trial.cases), "error": size, "tolerance": result.tolerance}
         rows.append(trial.row(verdict, **numbers, where=result.where))
     return rows
@@ -212,7 +213,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     shortest = min(case.seq_len for case in CASES)
     numbers = "numbers of ranks (default 1 2 3)"
-    ranks = within(1, shortest)  # each rank must own a position
+    ranks = within(1, shortest)  # so that each rank owns at least one position
     add("--ranks", type=ranks, nargs="+", default=[1, 2, 3], metavar="P", help=numbers)
     add("--json", action="store_true", help="print the rows as JSON")
 

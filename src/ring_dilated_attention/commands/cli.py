@@ -19,7 +19,7 @@ from .terminal import guarded, leaving_at_once, say
 class Subcommand(NamedTuple):
     module: str
     summary: str
-    extra: str = "commands"  # the extra of `pip install` that brings the packages it needs
+    extra: str = "commands"  # the pip extra with the packages that the subcommand needs
 
 
 SUBCOMMANDS = {
@@ -98,13 +98,13 @@ def run(arguments: list[str], asked: str, command: str) -> int:
             subparser.epilog = chosen.EXAMPLES
     try:
         for word in arguments:
-            # argparse would take --option=-- for an option with no values.
+            # Refuse --option=--, because argparse would take it for an option without values.
             if word.startswith("--") and word.endswith("=--"):
                 parser.error(f"{word}: -- is no value")
         parsed = parser.parse_args(arguments)
         parsed.argv = arguments[1:]
         check_installed(["rich"], SUBCOMMANDS[asked].extra)
         return int(chosen.run(parsed))
-    except ValueError as error:  # the text is for the user; other errors keep their traceback
+    except ValueError as error:  # show the user the text; other errors keep their traceback
         say(f"{command}: {error}")
         return 2

@@ -54,7 +54,11 @@ def wrapped(text: str) -> str:
 
 @contextmanager
 def progress(total: int | None, unit: str) -> "Iterator[Progress]":
-    """Shows on stderr how much is done. total: None if it is not known. unit: what is counted, in the singular."""
+    """Shows on stderr how much is done.
+
+    total: how many units are to be done; None if this number is not known. unit: what is counted, in the singular, such
+    as "step".
+    """
     if not sys.stderr.isatty():
         yield Progress(total, unit)
         return
@@ -67,7 +71,7 @@ def progress(total: int | None, unit: str) -> "Iterator[Progress]":
     )
     from rich.progress import Progress as Bars
 
-    # rich must not take over sys.stdout: what a command prints for a pipe must stay on stdout.
+    # Keep rich from taking over sys.stdout, so that what a command prints for a pipe stays on stdout.
     with Bars(
         BarColumn(),
         MofNCompleteColumn(),

@@ -22,8 +22,8 @@ from ..reference import dilated_attention_reference, multiplicity
 from ..run.dilated_cache import DTYPES, DilatedCache
 
 QUANTITIES = ("out", "lse", "dq", "dk", "dv")
-# Added to every tolerance: rounding a result once costs about eps / 4 in relative L2. In float64 the floor is larger,
-# because the definition is computed in float64 too, and has rounding errors of that size.
+# A floor that is added to every tolerance, because rounding a result once costs about eps / 4 in relative L2. In
+# float64 the floor is larger, because the definition is computed in float64 too, with rounding errors of that size.
 FLOOR = {
     dtype: torch.finfo(dtype).eps * (8 if dtype == torch.float64 else 0.25) for dtype in DTYPES
 }
@@ -51,8 +51,8 @@ class Case(NamedTuple):
     sharding: str = "contiguous"
 
 
-# By the name of a quantity, two sums of squares over this rank's rows: of the differences from the definition's values,
-# and of the definition's values.
+# For each quantity, by name, two sums over this rank's rows: of the squared differences between the result and the
+# definition's values, and of the squares of the definition's values.
 Squares = dict[str, tuple[float, float]]
 
 
@@ -96,8 +96,8 @@ def tolerances(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str,
     expected = defined(case, inputs, dout, None)
     leaves = [x.to(dtype).requires_grad_() for x in inputs]
     count = multiplicity(case.pattern, case.seq_len, case.num_heads, case.documents)
-    # The mask is added to the scores: it is log M, if a query sees a key M times. It is float32 at least, since log 2
-    # is not exact in bfloat16.
+    # Make the mask that is added to the scores: log M for a query and a key that the query sees M times. Use float32 at
+    # least, because log 2 is not exact in bfloat16.
     bias = count.to(torch.promote_types(dtype, torch.float32)).log().unsqueeze(0)
     query, key, value = (x.transpose(1, 2) for x in leaves)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -106,7 +106,7 @@ def tolerances(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str,
     out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     covered = torch.isfinite(expected["lse"])
     grads = torch.autograd.grad(out, leaves, (dout * covered.unsqueeze(-1)).to(dtype))
-    lse = lse.where(covered, -torch.inf)  # torch's op returns lse 0 for a query without keys
+    lse = lse.where(covered, -torch.inf)  # because torch's op returns 0 for a query without keys
     found = dict(zip(QUANTITIES, (out * covered.unsqueeze(-1), lse, *grads), strict=True))
     floor = (FLOOR if device == "cpu" else FLOOR_ON_GPU)[dtype]
     return {name: 2 * relative(squares(found[name], expected[name])) + floor for name in QUANTITIES}

@@ -21,7 +21,7 @@ class Machine(NamedTuple):
     dtype: str
     memory_bytes: int | None
     source: str
-    kernel: str = "cpu"  # a kernel's name, as in TRAITS
+    kernel: str = "cpu"  # the name of a kernel in TRAITS
 
 
 LARGE_MESSAGE = 16 * 2**20  # the bytes of a message by which `rda doctor` measures bandwidth
@@ -30,8 +30,8 @@ FLOPS = "FLOPs in a second; 500 TFLOP/s are 5e14"
 BYTES = "bytes in a second, one way; 50 GB/s are 5e10"
 SECONDS = "seconds; 5 µs are 5e-6"
 # For each field: the least number, the largest, and the unit. A number outside this range is refused, because the user
-# probably meant another unit. The least rates are low for the sake of tiny tensors on a busy machine: examples/video.py
-# reached only 5e7 FLOP/s.
+# probably meant another unit. The least rates are low, because tiny tensors on a busy machine are slow:
+# examples/video.py reached only 5e7 FLOP/s.
 NUMBERS = {
     "flops_per_second": (1e6, 1e17, FLOPS),
     "backward_flops_per_second": (1e6, 1e17, FLOPS),
@@ -44,7 +44,7 @@ NUMBERS = {
     "call_seconds": (0, 0.1, SECONDS),
     "handshake_seconds": (0, 1, SECONDS),
 }
-# The options, and the field whose number each of them replaces.
+# For each option, the field of `Hardware` or `Machine` whose number the option replaces.
 OPTIONS = {
     "bandwidth": "bytes_per_second",
     "latency": "latency_seconds",
@@ -116,7 +116,7 @@ def _machine(name: str, fields: dict[str, Any]) -> Machine:
     if ("gpus_per_host" in fields) != ("host_bytes_per_second" in fields):
         raise ValueError("give both gpus_per_host and host_bytes_per_second, or neither")
     numbers = {key: fields[key] for key in Hardware._fields if key in fields}
-    # If the file gives no latency inside a host, take that of messages between hosts.
+    # If the file gives no latency inside a host, take the latency between hosts.
     if "host_bytes_per_second" in fields:
         numbers.setdefault("host_latency_seconds", fields.get("latency_seconds", 0.0))
     memory = int(fields["memory_bytes"]) if "memory_bytes" in fields else None
@@ -159,7 +159,7 @@ def machine_for(arguments: Namespace) -> Machine | None:
         return None
     machine = machine_of(arguments.hardware)
     memory = replaced.pop("memory_bytes", machine.memory_bytes)
-    if "bytes_per_second" in replaced:  # --bandwidth holds for all messages, also inside hosts
+    if "bytes_per_second" in replaced:  # --bandwidth is for all messages, also inside hosts
         replaced |= {"gpus_per_host": None, "host_bytes_per_second": None}
     if "latency_seconds" in replaced:
         replaced["host_latency_seconds"] = replaced["latency_seconds"]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ..training.rank_launcher import loopback_only
 from .terminal import held_back
 
-# torch.distributed's backends, by whether ranks have GPUs
+# The backends of torch.distributed for ranks without GPUs (False) and for ranks with GPUs (True).
 TRANSPORTS = {False: "gloo", True: "cpu:gloo,cuda:nccl"}
 _PRELOADED = ["torch", "torch.distributed", "ring_dilated_attention.attention"]
 
@@ -38,11 +38,11 @@ class Launch(NamedTuple):
 
     world_size: int
     num_threads: int = 1  # the number of torch's threads in each rank
-    # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
+    # Whether rank k runs only on the k-th core that this process may use. Has an effect only on Linux.
     is_pinned: bool = False
-    has_gpus: bool = False  # rank k takes the k-th GPU
-    # A backend of torch.distributed, for a process group that is bound to the rank's GPU. None: one of TRANSPORTS, for
-    # a group that is not bound.
+    has_gpus: bool = False  # whether rank k uses the k-th GPU
+    # The backend of torch.distributed. If the backend is given and ranks have GPUs, the process group is bound to the
+    # rank's GPU. None: the backend in TRANSPORTS, without binding.
     transport: str | None = None
     seconds: float = 60  # ranks that still run after this time are ended
 
@@ -60,12 +60,12 @@ def run_ranks(
     """
     start = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload(_PRELOADED)
-    # Start the tracker before SIGINT is blocked below, since its start unblocks SIGINT.
+    # Start the resource tracker now, because its start unblocks SIGINT, which is blocked below.
     resource_tracker.ensure_running()
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         try:
-            with held_back():  # Ctrl-C waits until every started process is in `processes`
+            with held_back():  # delay Ctrl-C until every started process is in `processes`
                 for rank in range(launch.world_size):
                     ours, theirs = start.Pipe(duplex=False)
                     pipes.append(ours)
@@ -127,7 +127,7 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    # Ctrl-C also reaches the process that started this rank, and that process ends this rank.
+    # Ignore Ctrl-C, because the process that started this rank receives Ctrl-C too, and ends this rank.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with_the_starter, daemon=True).start()
     try:
@@ -135,7 +135,7 @@ def _rank(
         if launch.is_pinned and hasattr(os, "sched_setaffinity"):
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
-        os.environ |= loopback_only()  # all ranks are on this host
+        os.environ |= loopback_only()  # possible because all ranks are on this host
         bound = None
         if launch.has_gpus and launch.transport:
             bound = torch.device("cuda", rank)
@@ -151,7 +151,7 @@ def _rank(
         )
         worker = Worker(rank, launch.world_size, lambda message: pipe.send(("report", message)))
         pipe.send(("result", function(worker, *args)))
-    except Exception:  # noqa: BLE001  the starting process reports any error
+    except Exception:  # noqa: BLE001  any error is sent to the starting process
         pipe.send(("failure", traceback.format_exc()))
 
 

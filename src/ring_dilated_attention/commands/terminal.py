@@ -36,7 +36,7 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
             prepare_streams()
             return run()
         finally:
-            sys.stdout.flush()  # Python's flush at exit would be too late to catch errors
+            sys.stdout.flush()  # here, because errors of Python's flush at exit cannot be caught
     except BrokenPipeError:  # the reader of the output has ended, as in `rda plan ... | head`
         drop_unwritten()
         return UNREAD_EXIT_CODE
@@ -51,10 +51,10 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
         say(f"{command}: {reason}")
         return 2
     finally:
-        # argparse and progress bars do not raise if they cannot write to stderr: drop what they left unwritten.
+        # Drop the text that argparse or a progress bar could not write to stderr. Neither raises an error for it.
         drop_unwritten()
         if is_process:
-            # Otherwise Ctrl-C would show a traceback while Python shuts down.
+            # Ignore Ctrl-C from now on, because otherwise it would show a traceback while Python shuts down.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -76,7 +76,7 @@ def prepare_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor: the closed stream's
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, the closed stream's
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -89,7 +89,8 @@ def say(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        drop_unwritten(sys.stderr)  # leave stdout: if nobody reads it, the command must end
+        # Drop only text for stderr, because the command must still end with an error if nobody reads stdout.
+        drop_unwritten(sys.stderr)
 
 
 def drop_unwritten(*streams: TextIO) -> None:
@@ -121,7 +122,7 @@ def leaving_at_once(command: str) -> Iterator[None]:
 def held_back() -> Iterator[None]:
     """Delay Ctrl-C to the end of the block. Processes that are started in the block never receive it."""
     came: list[int] = []
-    # SIGINT stays blocked in every process that is started now
+    # Block SIGINT, which then stays blocked in every process that is started in this block.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with _handled(lambda number, frame: came.append(number)):
         try:

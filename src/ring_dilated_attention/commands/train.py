@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 PACKAGES = ("filelock", "numpy", "rich", "safetensors")
-# A rank that lost another waits for this time before it ends. So the rank that failed ends first, and is the one that
-# the launcher names.
+# A rank that lost another rank waits for this time before it ends, so that the rank that failed ends first, and the
+# launcher names the rank that failed.
 GRACE_SECONDS = 10
-# Words in the errors that a rank meets if another rank has ended. They come from gloo, in DDP's all-reduce of
-# gradients, or from a store of torch.distributed.
+# Words in the errors that a rank meets if another rank has ended. These errors come from gloo, in DDP's
+# all-reduce of gradients, or from a store of torch.distributed.
 LOST_CONNECTION = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out|gloo/transport"
 )
@@ -102,7 +102,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--timeout", type=within(1, 86_400), default=600, metavar="S", help=late)
     save = "steps between checkpoints; older ones are deleted (default 30)"
     add("--save-every", type=positive, default=30, metavar="N", help=save)
-    # Only `launch` gives this option: the folder in which the ranks meet.
+    # `launch` passes this option to the ranks that it starts: the folder in which the ranks meet.
     add("--launched", type=Path, help=SUPPRESS)
     add_hyperparameters(
         parser.add_argument_group("hyperparameters", "kept by a run that goes on"), count
@@ -111,7 +111,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     if RESTART in os.environ:
-        end_with_launcher()  # must be called first, since the imports take seconds
+        end_with_launcher()  # first, because the launcher may end during the imports
     if arguments.launched is not None or started().num_ranks > 1 or are_by_torchrun():
         return train(arguments, None)
     run = prepare_checked(arguments)
@@ -207,13 +207,13 @@ def train(arguments: Namespace, run: Run | None) -> int:
                 say(f"rda train: {error}")
         except Exception as error:  # noqa: BLE001  `failed` raises unforeseen errors again
             code = failed(error, arguments, folder)
-        # After any other code than FAILED_EXIT_CODE no restart follows: delete the count of starts.
+        # Delete the count of starts if no restart follows: after any code except FAILED_EXIT_CODE.
         if folder is not None and parallel.rank == 0 and code != FAILED_EXIT_CODE:
             (folder / STARTS_FILE).unlink(missing_ok=True)
     if arguments.launched is None or code == FAILED_EXIT_CODE:
         return code
-    # Pass the exit code on to the launcher. After an error every rank does so. Otherwise only the first rank does,
-    # because it may still fail when it reports the run.
+    # Pass the exit code on to the launcher. Without an error only the first rank does so, because the first rank may
+    # still fail when it reports the run.
     if code not in (0, INTERRUPTED_EXIT_CODE) or parallel.rank == 0:
         leave_code(arguments.launched, code)
     return 0
@@ -228,7 +228,8 @@ def join(arguments: Namespace) -> "ContextParallel":
         join_ranks(arguments.launched, timeout)
         return ContextParallel(timeout=timeout)
     except (ValueError, RuntimeError):
-        # The request itself may be wrong. Then show that reason, not that the ranks could not meet.
+        # Raise the error of a wrong request if there is one, because it tells the user more than that the ranks could
+        # not meet.
         prepare_checked(arguments)
         raise
 
@@ -244,9 +245,10 @@ def begin(
 
     if run is None:
         run = together(parallel, partial(prepare_checked, arguments))
-    # If the user named no folder, each rank has made up a name: take that of the first rank.
+    # Take the folder of the first rank, because each rank has made up a name of its own if the user named no folder.
     folder = Path(on_first(parallel, partial(own, arguments, run, stack)))
-    # The previous owner of the folder may have saved another checkpoint while this run waited for the folder.
+    # Prepare the run again if the previous owner of the folder has saved another checkpoint while this run waited for
+    # the folder.
     is_newest = find_checkpoint(run.folder) == run.checkpoint
     if not all(values_of_all(parallel, is_newest)):
         run = together(parallel, partial(prepare_checked, arguments))
@@ -268,8 +270,8 @@ def own(arguments: Namespace, run: Run, stack: ExitStack) -> str:
     """Keep other runs out of the run's folder until the stack is closed. Returns the folder's path."""
     seconds = 0.0
     if may_start_again(arguments):
-        # The previous start may still own the folder: its ranks end soon after their launcher. Wait less than
-        # --timeout, after which the other ranks would give up waiting for this rank.
+        # Wait for the folder, because ranks of the previous start may still own it, which end soon after their launcher.
+        # Wait less than --timeout, because all other ranks wait no longer than --timeout for this rank.
         seconds = min(60, arguments.timeout / 2)
     return str(stack.enter_context(own_folder(run.folder, seconds)))
 
@@ -301,8 +303,8 @@ def failed(error: Exception, arguments: Namespace, folder: Path | None) -> int:
         "rda train" if num_ranks == 1 else f"rda train: rank {rank} on host {socket.gethostname()}"
     )
     first_line = next(iter(str(error).splitlines()), type(error).__name__)
-    # This text says how to go on with the run. Under `rda train --ranks` it is empty: there `launch_ranks` says it once
-    # for all ranks.
+    # `onward` tells the user how to go on with the run. Under `rda train --ranks` it is empty, because there
+    # `launch_ranks` tells the user once for all ranks.
     onward = ""
     if arguments.launched is None and folder is not None:
         onward = f"; {what_is_left(arguments, folder)}"

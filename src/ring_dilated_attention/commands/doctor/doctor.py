@@ -18,8 +18,8 @@ from ..console import scaled, size_text, table, wrapped
 from ..hardware import LARGE_MESSAGE, Machine, as_toml
 from ..terminal import leaving_at_once, say
 
-MOST_RANKS = 256  # the most ranks of --ranks, all on this machine
-MEASURING_SECONDS = 120.0  # the most time to measure, once all ranks have joined
+MOST_RANKS = 256  # the most ranks that --ranks starts on this machine
+MEASURING_SECONDS = 120.0  # the most seconds that all measurements take, once all ranks have joined
 THIS_RUN = "this run of rda doctor"
 EXAMPLES = """examples:
   rda doctor                              this machine, one process
@@ -98,8 +98,8 @@ def examined_with(rank: int, num_ranks: int, seconds: float) -> list[dict[str, A
 
     Raises RuntimeError if not all ranks join, or if a rank fails.
     """
-    # Set before torch is imported: otherwise torch prints forty lines of C++ frames beside the one-line error that is
-    # raised below.
+    # Set this variable before torch is imported, because otherwise torch prints forty lines of C++ frames beside the
+    # one-line error that is raised below.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     import torch
     import torch.distributed as dist
@@ -149,11 +149,12 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware | None:
     messages = [one["messages"] for one in everyone]
     small = max(x["small_seconds"] for x in messages)
     large = max(x["large_seconds"] for x in messages)
-    # The time of the small message is nearly all latency. Subtract it from the time of the large message, which leaves
-    # the time of the bytes. But if both took about as long, other programs disturbed the network: subtract nothing.
+    # Subtract the time of the small message, which is nearly all latency, from the time of the large message. But
+    # subtract nothing if the large message took less than twice that time, because then other programs disturbed the
+    # network.
     bandwidth = LARGE_MESSAGE / (large - small) if large > 2 * small else LARGE_MESSAGE / large
-    # In each forward and backward, a call has one handshake, and some work besides its tiles (blocks of queries x
-    # keys). `Hardware` has no field for that work, so its time is added to that of the handshake.
+    # Add the time of a call's work besides its tiles (blocks of queries x keys) to the time of a handshake, because
+    # `Hardware` has no field for this work. A forward has one handshake, and so has a backward.
     handshake = max(
         one["messages"]["handshake_seconds"] + one["rates"]["around_seconds"] for one in everyone
     )

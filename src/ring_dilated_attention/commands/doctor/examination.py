@@ -20,13 +20,13 @@ from ...training.machine import hardware, physical_bytes, versions
 from ..hardware import LARGE_MESSAGE
 from ..local_ranks import Worker
 
-# The size of a message in bytes. A small message shows the latency, a large one (LARGE_MESSAGE) the bandwidth.
+# The bytes of a small message, by which the latency is measured. A large message (LARGE_MESSAGE) shows the bandwidth.
 SMALL_MESSAGE = 256
 REPEATS = 11
 # With ROWS rows, most of the time of attention goes into FLOPs; with FEW_ROWS, into the kernel call itself.
 ROWS, FEW_ROWS, HEADS, HEAD_DIM = 2048, 32, 4, 64
-# A tile is a block of queries x keys. A call of 1 + 8 small tiles is compared with a call of one: the difference is the
-# fixed time of 8 tiles.
+# A tile is a block of queries x keys. A call of 1 + 8 small tiles is compared with a call of 1 small tile. The
+# difference in time is the fixed time of 8 tiles.
 FURTHER_TILES = 8
 
 
@@ -65,7 +65,7 @@ def facts(rank: int, device: str) -> dict[str, Any]:
         findings |= {"device": card.name, "memory_bytes": card.total_memory, "kernel": "sdpa"}
         findings["dtype"] = "bfloat16" if card.major >= 8 else "float16"
         findings["versions"] |= {"CUDA": torch.version.cuda, "GPU": card.name}
-        # Without NCCL, torch raises one of these errors.
+        # Leave NCCL at "none" if torch raises one of these errors, which means that torch has no NCCL.
         with suppress(AttributeError, ImportError, RuntimeError):
             findings["versions"]["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return findings
@@ -92,7 +92,7 @@ def rates(parallel: ContextParallel, device: str, dtype: torch.dtype) -> dict[st
     tile = max(
         0.0, (several[0] - small[0]) / FURTHER_TILES, (several[1] - small[1]) / FURTHER_TILES
     )
-    # FLOPs of one product of matrices. A forward has 2 such products, and a backward 5.
+    # The FLOPs of one matrix product, over all heads. A forward has 2 such products, and a backward 5.
     flops = 2 * HEAD_DIM * HEADS * many**2
     return {
         "flops_per_second": 2 * flops / max(large[0] - small[0], large[0] / 2),
@@ -138,8 +138,8 @@ def timed(parallel: ContextParallel, device: str, *actions: Callable[[], object]
 
 
 def messages(parallel: ContextParallel, device: str) -> dict[str, float]:
-    """Time three messages while all ranks send. Returns their seconds by name: of a handshake, in which all ranks hear
-    of each other, of a small message to the next rank, and of a large one."""
+    """Time three kinds of messages while all ranks send. Returns the seconds of each kind by name: of a handshake, in
+    which all ranks hear of each other, of a small message to the next rank, and of a large message to the next rank."""
     link = getattr(parallel.ranks, "all", None)
     assert isinstance(link, GroupLink)
     [handshake] = timed(parallel, "cpu", lambda: meet(parallel))

@@ -22,12 +22,12 @@ def load(options: Namespace) -> LongNetViT:
     try:
         torch.ones(1, device=options.device).cpu()
         model.to(options.device)
-    except (RuntimeError, AssertionError) as error:  # torch raises one or the other
+    except (RuntimeError, AssertionError) as error:  # torch raises either if it cannot use a device
         raise ValueError(
             f"--device {options.device} cannot be used: {first_line(error)}"
         ) from error
-    # The model was made with the tile size 256 of the published weights, which sets its segment lengths. The user's
-    # tile size only says how to read coordinates.
+    # Set the user's tile size only now, because it must change only how coordinates are read. The segment lengths were
+    # computed with the tile size 256 of the published weights.
     model.tile_size = options.tile_size or 256.0
     return model
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...models.weights import first_line, load_tensors
 
 SUFFIXES = (".h5", ".hdf5", ".npz", ".pt", ".pth")
-# The names that an array may have. If a file has several of them, the first counts.
+# The names that the array of features, and that of coordinates, may have in a file. The first name in the file is used.
 FEATURES, COORDS = (("features", "tile_embeds", "feats"), ("coords", "coordinates"))
 TILE_SIZE = "patch_size_level0"  # TRIDENT's name for the distance from one tile to the next, in the unit of coordinates
 
@@ -44,7 +44,7 @@ def read_slide(path: Path, tile_size: float | None) -> tuple[Tensor, Tensor]:
     except ValueError:
         raise
     except Exception as error:
-        # A damaged file may raise any error. HDF5 raises some only when the features are read.
+        # Catch any error, because a damaged file may raise any. HDF5 raises some errors only when features are read.
         raise ValueError(f"cannot be read: {first_line(error)}") from error
 
 

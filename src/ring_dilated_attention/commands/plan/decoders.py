@@ -61,18 +61,18 @@ def transformers_decoder(path: Path, pattern: DilatedPattern) -> Decoder:
 
     from ...integrations.transformers import convert_to_dilated
 
-    if not path.exists():  # transformers would look for the path on the network
+    if not path.exists():  # otherwise transformers looks for the path on the network
         raise ValueError(f"--config {path}: there is no such file")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, dilated_attention=None)
         num_layers = config.num_hidden_layers
-        config.num_hidden_layers = 2  # `count_decoder` makes models of one and of two layers
+        config.num_hidden_layers = 2  # because `count_decoder` needs only one or two layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:2]
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         convert_to_dilated(model, pattern)
-    except Exception as error:  # a model's code may raise any error for fields that do not fit
+    except Exception as error:  # a model's code may raise any error if config fields are wrong
         reason = " ".join(str(error).split())
         raise ValueError(f"--config {path}, with dilated attention: {reason}") from error
 
@@ -85,7 +85,7 @@ def transformers_decoder(path: Path, pattern: DilatedPattern) -> Decoder:
         copied.train()
         if is_checkpointed:
             options = {"use_reentrant": False, "context_fn": save_attention}
-            # Newer transformers have a new name for this method, and warn if the older name is used.
+            # Call the method by its new name if transformers has it, because newer versions warn about the older name.
             older = copied.gradient_checkpointing_enable
             getattr(copied, "activation_checkpointing_enable", older)(options)
         return DecoderWithLoss(copied.base_model, copied.get_output_embeddings(), config.vocab_size)
