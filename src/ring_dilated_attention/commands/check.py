@@ -213,7 +213,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     shortest = min(case.seq_len for case in CASES)
     numbers = "numbers of ranks (default 1 2 3)"
-    ranks = within(1, shortest)  # so that each rank owns at least one position
+    ranks = within(1, shortest)  # each rank must own a position, also in the shortest case
     add("--ranks", type=ranks, nargs="+", default=[1, 2, 3], metavar="P", help=numbers)
     add("--json", action="store_true", help="print the rows as JSON")
 

@@ -106,7 +106,7 @@ def tolerances(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str,
     out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     covered = torch.isfinite(expected["lse"])
     grads = torch.autograd.grad(out, leaves, (dout * covered.unsqueeze(-1)).to(dtype))
-    lse = lse.where(covered, -torch.inf)  # because torch's op returns 0 for a query without keys
+    lse = lse.where(covered, -torch.inf)  # replace the 0 of torch's op for a query without keys
     found = dict(zip(QUANTITIES, (out * covered.unsqueeze(-1), lse, *grads), strict=True))
     floor = (FLOOR if device == "cpu" else FLOOR_ON_GPU)[dtype]
     return {name: 2 * relative(squares(found[name], expected[name])) + floor for name in QUANTITIES}

@@ -159,7 +159,8 @@ def machine_for(arguments: Namespace) -> Machine | None:
         return None
     machine = machine_of(arguments.hardware)
     memory = replaced.pop("memory_bytes", machine.memory_bytes)
-    if "bytes_per_second" in replaced:  # --bandwidth is for all messages, also inside hosts
+    # Drop the rates inside hosts if --bandwidth is given, because --bandwidth is for all messages.
+    if "bytes_per_second" in replaced:
         replaced |= {"gpus_per_host": None, "host_bytes_per_second": None}
     if "latency_seconds" in replaced:
         replaced["host_latency_seconds"] = replaced["latency_seconds"]

@@ -135,7 +135,7 @@ def _rank(
         if launch.is_pinned and hasattr(os, "sched_setaffinity"):
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
-        os.environ |= loopback_only()  # possible because all ranks are on this host
+        os.environ |= loopback_only()  # loopback is enough, because all ranks are on this host
         bound = None
         if launch.has_gpus and launch.transport:
             bound = torch.device("cuda", rank)

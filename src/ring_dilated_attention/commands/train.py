@@ -111,7 +111,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     if RESTART in os.environ:
-        end_with_launcher()  # first, because the launcher may end during the imports
+        end_with_launcher()  # call this first: the launcher may end during the imports
     if arguments.launched is not None or started().num_ranks > 1 or are_by_torchrun():
         return train(arguments, None)
     run = prepare_checked(arguments)
@@ -270,8 +270,8 @@ def own(arguments: Namespace, run: Run, stack: ExitStack) -> str:
     """Keep other runs out of the run's folder until the stack is closed. Returns the folder's path."""
     seconds = 0.0
     if may_start_again(arguments):
-        # Wait for the folder, because ranks of the previous start may still own it, which end soon after their launcher.
-        # Wait less than --timeout, because all other ranks wait no longer than --timeout for this rank.
+        # Wait for the folder, because ranks of the previous start may still own it. These ranks end soon after their
+        # launcher. Wait less than --timeout, because all other ranks wait only so long for this rank.
         seconds = min(60, arguments.timeout / 2)
     return str(stack.enter_context(own_folder(run.folder, seconds)))
 

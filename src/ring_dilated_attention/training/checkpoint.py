@@ -28,7 +28,7 @@ from .agreement import on_first, together, values_of_all
 from .files import flush, in_words
 from .metrics import METRICS_FILE
 
-MARK_FILE = "made-by-rda-train"  # in a checkpoint's folder until the checkpoint is finished
+MARK_FILE = "made-by-rda-train"  # a file in the folder of a checkpoint that is not finished
 UNFINISHED = "unfinished-"
 # The names of the tensors that each optimiser keeps for a parameter.
 _FIELDS = {Muon: ("momentum_buffer",), AdamW: ("step", "exp_avg", "exp_avg_sq")}

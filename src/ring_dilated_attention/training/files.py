@@ -67,7 +67,7 @@ def folder_made(folder: Path) -> Iterator[Path]:
                 path.mkdir()
                 made.append(path)
             except OSError:
-                if not path.is_dir():  # no error if the folder exists already
+                if not path.is_dir():  # `mkdir` also raises if the folder exists already
                     raise
         yield folder
     finally:

@@ -103,7 +103,7 @@ def make_model(run: Run, parallel: ContextParallel, *, is_cut: bool) -> tuple[Lo
     """
     config, recomputes = run.hyperparameters.model_config(), run.activation_checkpointing
     if is_cut:
-        from .sharded import sharded_model  # only if needed: it takes a second
+        from .sharded import sharded_model  # import this only here, because it takes a second
 
         model = sharded_model(config, parallel=parallel, activation_checkpointing=recomputes)
         return model, NextTokenLoss(model)

@@ -16,7 +16,7 @@ MAX_INT64 = 2**63 - 1  # the largest integer of 64 bits, and the largest size or
 RANGE_OF_RATES = (1e-30, 1e30)
 # By default most steps read short sequences, because the model learns most from them in the same time.
 DEFAULT_STEPS, DEFAULT_PHASES = 7, ("512:2:1080", "1024:2:300", "4096:2:36")
-DEFAULT_WINDOW = 128  # the sliding window that is added to the default segments
+DEFAULT_WINDOW = 128  # the width of the sliding window that is added to the default segments
 
 
 class Phase(NamedTuple):

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 STORE_BYTES = 2**14  # more bytes than the launcher and the ranks write to their two stores
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 LAUNCHER = "RDA_TRAIN_LAUNCHER"  # environment variable: the process id of the launcher
-RESTART = "TORCHELASTIC_RESTART_COUNT"  # how often this host's launcher restarted its ranks
+RESTART = "TORCHELASTIC_RESTART_COUNT"  # torch's variable: how often the launcher restarted ranks
 PR_SET_PDEATHSIG = 1  # a constant of linux/prctl.h
-SECONDS_TO_SAVE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds until ranks are killed
+# torch's variable: the seconds from a signal until the launcher kills ranks, in which ranks can save.
+SECONDS_TO_SAVE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 CODE_FILE = "exit-code"  # the file in FOLDER (see `launch`) with the command's exit code
 # A rank that lost another rank adds these seconds to the timestamp of its failure, so that the rank that failed first
 # has the earliest timestamp.
@@ -144,7 +145,7 @@ def leave_code(folder: Path, code: int) -> None:
     follows."""
     unfinished = folder / f"{CODE_FILE}-{os.getpid()}"
     unfinished.write_text(str(code))
-    unfinished.replace(folder / CODE_FILE)  # so that no rank reads an unfinished file
+    unfinished.replace(folder / CODE_FILE)  # so other ranks cannot read a part of the file
 
 
 def leave_reason(reason: str, *, is_cause: bool) -> None:

@@ -13,7 +13,7 @@ def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dic
     options = Hyperparameters.from_dict(state["hyperparameters"])
     status = "complete" if state["step"] == options.total_steps else "interrupted"
     return {
-        **state,  # first, so that `mentions` finds the run's name at the beginning of the file
+        **state,  # put first, so that `mentions` finds the run's name at the start of the file
         "status": status,
         "run_folder": str(folder),
         "num_ranks": len(state["ranks"]),

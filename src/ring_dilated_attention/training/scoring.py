@@ -22,7 +22,7 @@ class Score(NamedTuple):
     """How many bits a model needed to predict the bytes that it read."""
 
     num_read: int  # how many bytes the model read
-    num_predicted: int  # how many bytes the model predicted; the first of a context is only read
+    num_predicted: int  # how many bytes the model predicted: all but the first byte of each context
     bits: float
 
 

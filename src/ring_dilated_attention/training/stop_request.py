@@ -47,7 +47,7 @@ class StopRequest:
         if self.requested_at is None:
             self.requested_at = now
             if self.says:
-                with suppress(OSError):  # fails if the terminal was closed
+                with suppress(OSError):  # ignore the error of a terminal that was closed
                     os.write(STDERR, _NOTICE)
         elif now - self.requested_at > TWICE_SECONDS:
             signal.signal(number, signal.SIG_DFL)

@@ -68,7 +68,7 @@ def pixels(text: str) -> float:
 
 def run(arguments: Namespace) -> int:
     check_installed(["numpy"], "slides")
-    from ...models.weights import first_line  # imported only here, because it imports torch
+    from ...models.weights import first_line  # import this only here, because it imports torch
     from .embedder import embed_slide, load
     from .slides import find_slides
 

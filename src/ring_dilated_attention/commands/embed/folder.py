@@ -19,7 +19,7 @@ class EmbeddingFolder:
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        _check_writable(path)  # now, to refuse the folder before hours of computing
+        _check_writable(path)  # check this before hours of computing, not after them
         self.path = path
         self.settings_file = path / "settings.json"
         self.settings = json.dumps({"made_by": MADE_BY, **settings}, indent=1).encode()

@@ -61,12 +61,12 @@ def transformers_decoder(path: Path, pattern: DilatedPattern) -> Decoder:
 
     from ...integrations.transformers import convert_to_dilated
 
-    if not path.exists():  # otherwise transformers looks for the path on the network
+    if not path.exists():  # refuse: transformers would look for the path on the network
         raise ValueError(f"--config {path}: there is no such file")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, dilated_attention=None)
         num_layers = config.num_hidden_layers
-        config.num_hidden_layers = 2  # because `count_decoder` needs only one or two layers
+        config.num_hidden_layers = 2  # keep 2, since `count_decoder` makes at most 2 layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:2]
         with torch.device("meta"):

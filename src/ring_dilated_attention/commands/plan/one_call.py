@@ -29,7 +29,7 @@ from ..hardware import ITEMSIZE, Machine, assumed, known, machine_for
 from .job_options import add_shared, pattern_of
 from .picture import draw
 
-MOST_COMPARED = 4096  # the most ranks for which other exchanges are compared, which takes long
+MOST_COMPARED = 4096  # the most ranks for which other exchanges are compared; more would take long
 EXAMPLES = f"""examples:
   rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi \\
            --dilation-rates 1 16 256 --hardware h100
