@@ -36,7 +36,7 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
             prepare_streams()
             return run()
         finally:
-            sys.stdout.flush()  # errors of Python's own flush at exit could not be caught
+            sys.stdout.flush()  # flush now, because errors of Python's flush at exit cannot be caught
     except BrokenPipeError:  # the reader of the output has ended, as in `rda plan ... | head`
         drop_unwritten()
         return UNREAD_EXIT_CODE

@@ -78,7 +78,7 @@ class Hardware(NamedTuple):
 class RankTime(NamedTuple):
     """The seconds of one rank in a step.
 
-    forward_seconds and backward_seconds are each for one stage. They count from the moment when all ranks have ended
+    forward_seconds and backward_seconds are each for one stage. Both count from the moment when all ranks have ended
     the stage before.
 
     computing_seconds and exposed_seconds are for both stages together. Exposed time is spent in waits: for handshakes,
@@ -225,7 +225,7 @@ class _Rank:
 
 
 def _row_bytes(name: str, plan: Plan, sizes: Sizes) -> int:
-    """The bytes that one position takes, over all heads, in a tensor. name: such as "key" or "lse"."""
+    """The bytes that one position takes, over all heads, in a tensor. name: the tensor's, such as "key" or "lse"."""
     num_heads = plan.num_kv_heads if name in ("key", "value", "dk", "dv") else plan.num_heads
     if name in ("lse", "dlse"):
         return num_heads * sizes.sum_itemsize

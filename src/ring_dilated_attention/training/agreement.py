@@ -30,7 +30,7 @@ def join_ranks(folder: Path | None, timeout: timedelta) -> None:
 
     folder: the folder in which the ranks of `rda train --ranks` meet; None if another launcher started the ranks.
 
-    timeout: how long a message of DDP may take.
+    timeout: how long a message between ranks may take in DDP.
     """
     rank, num_ranks = started()
     if dist.is_initialized() or num_ranks == 1:

@@ -19,8 +19,8 @@ def write_whole(
 ) -> None:
     """Write a file, and make its folder if there is none. If writing fails, everything is left as it was.
 
-    Raises ValueError if there is a file at `path` for which is_mine(the open file) is false. maker: the program whose
-    files may be replaced, for the message.
+    Raises ValueError if there is a file at `path` for which is_mine(the open file) is false. maker: the name of the
+    program whose files may be replaced; the error message contains this name.
     """
     check_mine(path, is_mine, maker)
     with folder_made(path.parent), named_in_errors(path), replaced(path) as unfinished:
@@ -80,7 +80,7 @@ def check_mine(path: Path, is_mine: Callable[[BinaryIO], bool], maker: str) -> N
     """Raise ValueError if a file at `path` may not be replaced: if it cannot be opened, or is_mine(the open file) is
     false.
 
-    maker: the program whose files may be replaced, for the message.
+    maker: the name of the program whose files may be replaced; the error message contains this name.
     """
     remedy = "Move it away, or choose another place."
     try:
