@@ -225,8 +225,9 @@ def resolve(
 ) -> Hyperparameters:
     """The hyperparameters that the command line asks for.
 
-    before: the hyperparameters of a run that goes on, which stay the same; None for a new run. Raises ValueError for bad
-    hyperparameters, and for options that differ from `before`.
+    before: the hyperparameters of a run that goes on, which stay the same; None for a new run.
+
+    Raises ValueError for bad hyperparameters, and for options that differ from `before`.
     """
     options = {
         item.name: getattr(arguments, item.name)
