@@ -21,11 +21,9 @@ MOST_SHOWN_BORDERS = 64
 class Call:
     """The arguments of an attention call.
 
-    needs_grad: which of query, key and value need a gradient, by first letters: "qv" if query and value do.
-
-    heads: which of the layer's `num_heads` query heads the tensors hold.
-
-    context: the identifier (`key`) of the `ContextParallel`, or "" on one device.
+    needs_grad: which of query, key and value need a gradient, by first letters: "qv" if query and value do. heads: the
+    numbers of the query heads in `query`, out of the `num_heads` of the layer. context: the identifier (`key`) of the
+    `ContextParallel`, or "" on one device.
     """
 
     pattern: DilatedPattern
