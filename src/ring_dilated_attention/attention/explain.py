@@ -54,7 +54,7 @@ def explain(
     if ops and op is None:
         listed = "; ".join(f"{name} {reason}" for name, reason in ops.items())
         raise ValueError(
-            f"backend={kernel.NAME!r} has no op for these tensors: {listed}. Enable another."
+            f"backend={kernel.NAME!r} has no op for these tensors: {listed}. Enable another op."
         )
     if op is not None:
         found |= {f"{kernel.NAME} {name}": reason for name, reason in _why(ops, op, first).items()}
