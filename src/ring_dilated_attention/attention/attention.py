@@ -117,11 +117,11 @@ def dilated_attention(
         )
         check_cache(cache, call, query, key, parallel, cu_seqlens, lengths)
         query, key, value = map(with_unit_stride, rows)
-        # A call with cu_seqlens gets no warning: its borders state the length of the sequence.
+        # Do not warn if cu_seqlens is passed, because the borders state the length of the sequence.
         if parallel is None and cache is None and cu_seqlens is None:
             warn_of_forgotten_parallel(query.shape[1])
     except Exception as error:
-        # After an error of any kind tell the other ranks, which would otherwise wait for this one.
+        # Tell the other ranks of the error, because they would otherwise wait for this rank.
         if isinstance(parallel, NamedContext):
             refuse(parallel.key, str(error) or type(error).__name__)
         raise
@@ -132,7 +132,7 @@ def dilated_attention(
             refuse_transforms(error)
             raise
         if parallel is not None and torch.compiler.is_compiling():
-            # The compiler drops a call whose results nothing uses. Use one of them, so that it keeps this call.
+            # Use a result, because torch.compile drops a call if nothing uses its results.
             parallel.ranks.compiled_calls.add_(state[0])
     elif torch.compiler.is_compiling():
         out, lse = _append(
@@ -146,7 +146,8 @@ def dilated_attention(
             cache.plan.max_len,
             cache.plan.keep,
         )
-    else:  # without the op `_append`: with a short cache its overhead would be a quarter of a token's time
+    else:
+        # Call `append` without the op `_append`: with a short cache the op's overhead is a quarter of a token's time.
         out, lse = append(
             cache.plan,
             call.backend,
@@ -185,7 +186,7 @@ def _ranks(call: Call) -> Ranks:
 def _run_forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, call: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and the `ForwardState` that the backward will need, as a tensor on the CPU. call: a `Call.text`."""
+    """out, lse, and the `ForwardState` that the backward will need, as a CPU tensor. call: the text of a `Call`."""
     arguments = Call.from_text(call)
     out, lse, state = _ranks(arguments).forward(arguments, query, key, value, cu_seqlens)
     return out, lse, state.tensor
@@ -224,7 +225,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     query, key, value, _, ctx.call = inputs
     ctx.save_for_backward(query, key, value, *output)
     key = Call.from_text(ctx.call).context
-    # Keep the context alive as long as the graph.
+    # Keep the `ContextParallel` alive as long as autograd's graph.
     ctx.context = context_named(key) if key else None
     ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)
@@ -236,7 +237,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor
         query, key, value, out, lse, state = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
     except RuntimeError as error:
-        # For example, a saved tensor was changed in place. Tell the other ranks, which wait for this one.
+        # Tell the other ranks of the error (a saved tensor was changed in place, say), because they wait for this rank.
         if ctx.context is not None and not isinstance(error, ExchangeError):
             refuse(ctx.context.key, str(error))
         raise
@@ -260,7 +261,7 @@ def _append(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`append` as an op for compiled code: `memory` is written in place, and one graph serves tokens at any position.
 
-    call: a `Call.text`. Returns out and lse of the appended rows.
+    call: the text of a `Call`. Returns out and lse of the appended rows.
     """
     arguments = Call.from_text(call)
     num_kv_heads = arguments.num_kv_heads(key.shape[2])

@@ -18,7 +18,10 @@ from .validate import autocast, call_of, refuse_others
 
 @dataclass(frozen=True)
 class Explanation:
-    """The kernel and the exchange that a call would use. As text (`str`) it also lists the reasons."""
+    """The kernel and the exchange that a call would use. `str` gives a text that also lists the reasons.
+
+    reasons: by name of a backend, op or exchange, why it would be used or not.
+    """
 
     kernel: str
     exchange: str

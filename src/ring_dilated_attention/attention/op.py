@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 Code = Callable[..., Any]
-# Each op's Library, by the op's name. Without its Library torch forgets what was registered for the op.
+# Keeps each op's Library, by the op's name, because torch forgets an op when its Library is freed.
 _libraries: dict[str, torch.library.Library] = {}
 
 
@@ -22,7 +22,7 @@ def define_op(
     `torch.library.custom_op` tells dynamo not to trace the function. For that it imports torch._dynamo at the first
     call, which takes a second or two. This op tells dynamo only if something else has imported torch._dynamo.
     """
-    # Holds the function that dynamo does not trace, once it has been made. (Dynamo would warn of functools.cache.)
+    # At most one entry: `function`, marked so that dynamo does not trace it. (Dynamo would warn of functools.cache.)
     untraced: list[Code] = []
 
     def run(*args: Any) -> Any:
@@ -32,7 +32,7 @@ def define_op(
             untraced.append(torch.compiler.disable(function))
         return untraced[0](*args)
 
-    # Remove the op if an earlier import of the same module has defined it.
+    # Remove the op if an earlier import of the module that calls `define_op` has defined it.
     _libraries.pop(name, None)
     library = _libraries[name] = torch.library.Library("ring_dilated_attention", "FRAGMENT")
     schema = torch.library.infer_schema(function, mutates_args=())

@@ -1,7 +1,7 @@
 """Attention sinks. A sink is one more key in the softmax of each query, with a given score and the value 0.
 
 In gpt-oss the score is a learned logit for each head. torchscale pads keys and values with C rows of zeros, which is C
-keys of score 0 and value 0. They have the same effect as one sink with the score log C.
+keys of score 0 and value 0. These C keys have the same effect as one sink with the score log C.
 """
 
 import torch
@@ -15,13 +15,14 @@ def with_sinks(out_BNHD: Tensor, lse_BNH: Tensor, sinks: Tensor) -> tuple[Tensor
         out' = out * exp(lse) / (exp(lse) + exp(sink))
         lse' = log(exp(lse) + exp(sink))
 
-    sinks: the sink's score, of a shape that broadcasts to (B, N, H). Where it is -inf, nothing changes.
+    sinks: the sink's score, of a shape that broadcasts to (B, N, H). Where the score is -inf, out and lse stay as they
+    are.
     """
-    # A score of -inf is replaced by 0: for a query without keys, lse - sink would be (-inf) - (-inf), which is NaN.
+    # Replace scores of -inf by 0, because for a query without keys lse - sink would be (-inf) - (-inf), which is NaN.
     is_none = sinks == -torch.inf
     sinks = sinks.to(lse_BNH.dtype).masked_fill(is_none, 0)
-    # sigmoid(x) as logsigmoid(x).exp(). The gradient of sigmoid itself computes 1 - weight, which rounds to 0 where
-    # the sink has hardly any weight.
+    # Compute sigmoid(x) as logsigmoid(x).exp(), because the gradient of torch.sigmoid multiplies by 1 - weight, which
+    # rounds to 0 where the sink has hardly any weight.
     weight_BNH = F.logsigmoid((lse_BNH - sinks).masked_fill(is_none, torch.inf)).exp()
     out = (out_BNHD * weight_BNH.unsqueeze(-1)).to(out_BNHD.dtype)
     return out, torch.where(is_none, lse_BNH, torch.logaddexp(lse_BNH, sinks))

@@ -18,8 +18,8 @@ from ..run.dilated_cache import DilatedCache
 from .op import define_op
 from .sinks import why_no_sinks
 
-# Arguments of other attention functions, each with what to do here instead. The functions are torch's
-# scaled_dot_product_attention and flex_attention, and those of flash_attn.
+# Arguments of torch's scaled_dot_product_attention and flex_attention, and of flash_attn, each with the words that tell
+# what to do in `dilated_attention` instead.
 _NONE = "torch's kernels have none"
 _SEEN = "the pattern says which keys a query sees, and cu_seqlens separates documents"
 ARGUMENTS_OF_TORCH = {
@@ -53,7 +53,7 @@ def refuse_others(call: str, others: Mapping[str, object]) -> None:
 
 
 def on_host(cu_seqlens: Any) -> Any:
-    """cu_seqlens on the host. It is read several times, and each read of a tensor on a GPU would wait for the GPU."""
+    """cu_seqlens on the host. Each of several reads of a tensor on a GPU would wait for the GPU."""
     is_readable = (
         isinstance(cu_seqlens, Tensor)
         and not cu_seqlens.is_meta
@@ -66,7 +66,8 @@ def autocast(x: Any) -> Any:
     """x in the dtype that torch's own attention would give it under autocast. float64 and integers stay as they are."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
-    # is_autocast_enabled raises for "meta". is_autocast_available would say so, but torch 2.11 cannot compile it.
+    # Skip "meta", for which is_autocast_enabled raises an error. (is_autocast_available would tell which devices to
+    # skip, but torch 2.11 cannot compile a call of is_autocast_available.)
     device = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device):
         return x.to(torch.get_autocast_dtype(device))
@@ -83,7 +84,7 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 
 
 def refuse_transforms(error: RuntimeError) -> None:
-    """If torch's error is about torch.func, raise a NotImplementedError that says what to do. Torch's text does not."""
+    """If torch's error is about torch.func, raise a NotImplementedError that says what to call instead."""
     if "functorch transforms" in str(error):
         raise NotImplementedError(
             "dilated attention cannot be differentiated by torch.func (grad, vjp, jacrev): take backward() or "
@@ -131,7 +132,7 @@ def call_of(
     has_sinks = sinks is not None
     if has_sinks and (failure := why_no_sinks(sinks, query)):
         raise ValueError(f"{failure}.")
-    # Under `parallel` there is no warning: a shard may have fewer positions than heads.
+    # Do not warn under `parallel`, because a shard may have fewer positions than heads.
     if parallel is None and num_held > 256 and num_held > seq_len:
         warnings.warn(
             f"query has {num_held} heads and {seq_len} positions: (batch, heads, seq, head_dim) was probably meant. "
@@ -218,7 +219,7 @@ def check_cache(
                 f"cache and {name} cannot go together: a cache holds one whole sequence for each batch entry. Leave "
                 f"out {name}, or fill the cache from ranks with DilatedCache.gather."
             )
-    # Patterns are compared as texts, since torch.compile cannot compare their windows.
+    # Compare patterns as texts, because torch.compile cannot compare the windows in patterns.
     if call.pattern.text != cache.pattern.text:
         raise ValueError(
             f"the cache is of {cache.pattern}, the call of {call.pattern}. Make a cache for each pattern."
@@ -226,7 +227,7 @@ def check_cache(
     pairs: dict[str, tuple[object, object]] = {
         "batch": (cache.batch, query.shape[0]),
         "heads": (cache.plan.num_heads, call.num_heads),
-        # The ends of the ranges of heads are compared, since torch.compile cannot compare ranges.
+        # Compare the ends of the ranges of heads, because torch.compile cannot compare ranges.
         "first head held": (cache.plan.heads.start, call.heads.start),
         "last head held": (cache.plan.heads.stop - 1, call.heads.stop - 1),
         "key/value heads": (cache.plan.num_kv_held, key.shape[2]),
@@ -254,7 +255,7 @@ def check_cache(
         )
 
 
-# Checks for the layers around the call.
+# Checks that the layers (layers/) need.
 
 
 def is_integral(x: Tensor) -> bool:
@@ -295,7 +296,7 @@ def valid_lengths(mask_BN: Tensor, batch: int, num_positions: int) -> Tensor:
             f"key_padding_mask has shape {shape}, the inputs need ({batch}, {num_positions})"
         )
     if mask_BN.is_floating_point():
-        # nn.TransformerEncoderLayer turns its bool mask into 0 and -inf before it calls the attention.
+        # Accept floats 0 and -inf, into which nn.TransformerEncoderLayer turns its bool mask.
         if not ((mask_BN == 0) | (mask_BN == -math.inf)).all():
             raise ValueError(
                 "key_padding_mask is a float mask with values other than 0 and -inf: pass a bool mask"
@@ -327,5 +328,5 @@ def _fake_valid_lengths(mask_BN: Tensor, batch: int, num_positions: int) -> Tens
     return mask_BN.new_empty(batch, dtype=torch.int64)
 
 
-# `valid_lengths` as an op, for compiled code: the compiler cannot trace checks of the mask's values.
+# `valid_lengths` as an op for compiled code, because torch.compile cannot trace checks of the mask's values.
 valid_lengths_op = define_op("valid_lengths", valid_lengths, _fake_valid_lengths)

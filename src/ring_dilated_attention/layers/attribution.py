@@ -17,7 +17,7 @@ from .multihead import MultiheadDilatedAttention
 from .padded import ValidRows
 from .rotary import RotaryTable, check_positions
 
-MOST_COLUMNS = 1000  # the most columns that a picture has
+MOST_COLUMNS = 1000  # of the picture that `draw_influence` writes
 
 
 def attention_weights(
@@ -41,7 +41,7 @@ def attention_weights(
     Args:
         x: the input of the attention itself, on one device. (In a layer with norm_first it is the output of the norm.)
         queries: (Q,) integers, the positions of the queries. Time grows with Q: one backward computes D queries.
-        key_padding_mask, positions, cu_seqlens: what the layer itself is called with.
+        key_padding_mask, positions, cu_seqlens: the arguments with which the layer is called on x.
     """
     if not isinstance(attention, MultiheadDilatedAttention):
         raise ValueError(
@@ -89,7 +89,8 @@ def attention_weights(
         if key_padding_mask is not None:
             out = rows.unpack(out.flatten(2)).view_as(value)
     weights = []
-    # One backward gives the weights of D queries. The k-th of them puts its gradient of 1 into head dim k alone.
+    # Compute the weights of up to D queries by one backward, in which the k-th query has a gradient of 1 in head dim k
+    # and 0 elsewhere.
     for some in queries.long().split(query.shape[3]):
         dims = torch.arange(len(some), device=out.device)
         dout = torch.zeros_like(out)
@@ -112,7 +113,7 @@ def influence(output: Callable[[Tensor], Tensor], x: Tensor, *, num_steps: int =
     Args:
         output: a function from x to one number for each batch entry. Several numbers of an entry are summed.
         x: floating, (B, N) or (B, N, channels).
-        num_steps: the number of points between zeros and x. Each takes one forward and backward.
+        num_steps: the number of points between zeros and x. Each point takes one forward and one backward.
     """
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps} must be at least 1")

@@ -111,15 +111,15 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         self.heads_held = range(num_heads) if heads_held is None else heads_held
         num_held = len(self.heads_held) if isinstance(heads_held, range) else num_heads
         ratio = num_heads // num_kv_heads
-        # Raises ValueError if the heads do not fit the layer.
+        # Raise ValueError if `heads_held` does not fit the layer.
         held_heads(num_held, ratio, self.heads_held, num_heads)
         if sub_layernorm and num_held < num_heads:
             some = f"heads_held={heads_held} are {num_held} of them: leave out one of the two"
             raise ValueError(
                 f"sub_layernorm=True takes its mean over all {num_heads} heads, and {some}"
             )
-        # nn.TransformerEncoderLayer reads these two attributes. `_qkv_same_embed_dim` = False switches off its fast
-        # path, which would bypass `forward`.
+        # Set the two attributes that nn.TransformerEncoderLayer reads. `_qkv_same_embed_dim` = False switches off the
+        # fast path of nn.TransformerEncoderLayer, which would bypass `forward`.
         self.batch_first = True
         self._qkv_same_embed_dim = False
 
@@ -174,7 +174,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
             parallel=self.parallel,
             backend=self.backend,
             heads_held=heads,
-            device="meta",  # draws no random numbers, so that ranks with different heads keep one generator state
+            # Draw no random numbers, so that ranks with different heads keep one generator state.
+            device="meta",
             dtype=weight.dtype,
         ).to_empty(device=weight.device)
         ratio = self.num_heads // self.num_kv_heads
@@ -238,17 +239,17 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
             check_positions(positions, query, self.head_dim, self.rotary_base, cache is not None)
             table = self._table(query, positions, cu_seqlens, cache)
             heads = None if key_padding_mask is not None else self._heads(query, key, value, table)
-        except RefusedError:  # all ranks raise it, so none of them waits for this one
+        except RefusedError:  # all ranks raise RefusedError, so no rank waits for this rank
             raise
         except Exception as error:
-            # After an error of any kind tell the other ranks, which would otherwise wait for this one.
+            # Tell the other ranks of the error, because they would otherwise wait for this rank.
             if self.parallel is not None:
                 refuse(self.parallel.key, str(error) or type(error).__name__)
             raise
         if heads is None:
             assert key_padding_mask is not None
             if self.parallel is None:
-                # `dilated_attention` will not warn, because `_forward_padded` passes it cu_seqlens.
+                # Warn here, because `dilated_attention` does not warn if it gets the cu_seqlens of `_forward_padded`.
                 warn_of_forgotten_parallel(query.shape[1])
             return self._forward_padded(query, key, value, key_padding_mask, table), None
         return self.out_proj(self._attend(heads, cu_seqlens, cache, lengths)), None
@@ -357,7 +358,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         rows = packed_rows(mask_BN, query_BNE)
         if table is not None:
             table = rows.pack_table(table)
-        # Pack a tensor only once if it is passed as several inputs.
+        # Pack a tensor only once if it is passed as several of query, key and value.
         packed_query = rows.pack(query_BNE)
         packed_key = packed_query if key_BNE is query_BNE else rows.pack(key_BNE)
         packed_value = packed_key if value_BNE is key_BNE else rows.pack(value_BNE)

@@ -1,4 +1,4 @@
-"""Gives each module of a `ContextParallel` a number, so that ranks can check that all call from the same module."""
+"""Numbers the modules of a `ContextParallel`, so that ranks can check that the same module makes the call on each."""
 
 from typing import Any
 
@@ -20,6 +20,6 @@ class NumberedModule(nn.Module):
         self._number = None if parallel is None else parallel.ranks.number_module()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy is another module: it gets a number of its own."""
+        """Give a copy of the module a number of its own."""
         super().__setstate__(state)
         self.share(self.parallel)

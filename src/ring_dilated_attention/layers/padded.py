@@ -15,7 +15,8 @@ from .rotary import RotaryTable
 class ValidRows:
     """The rows of a padded batch that are not padding, packed one after the other.
 
-    cu_seqlens: the borders of the documents, or None if no position is valid, since then there is no document.
+    rows_T: the numbers of the valid rows, counted over the whole batch. cu_seqlens: the borders of the documents, or
+    None if no position is valid, because then there is no document.
     """
 
     def __init__(self, mask_BN: Tensor, x_BNE: Tensor) -> None:

@@ -20,7 +20,7 @@ DEFAULT_ROTARY_BASE = 10_000.0
 class RotaryTable:
     """The cosines and sines of the angles by which rows are rotated: one angle for each of the D/2 pairs of a row.
 
-    cos_ND, sin_ND: (N, D/2), or (B, N, D/2) if batch entries are at different positions.
+    cos_ND, sin_ND: (N, D/2), or (B, N, D/2) if batch entries are at different positions. base: as in `rotary_table`.
 
     The class is not a tuple, because FSDP would cast the tensors of a tuple to the 16-bit dtype of the parameters.
     """
@@ -52,7 +52,8 @@ class RotaryTable:
 def rotary_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> RotaryTable:
     """The table of the angles position * base^(-2i/D), for positions (N,) or (B, N), on their device.
 
-    Angles are float64: in float32 an angle at position 10^6 is off by 0.06, and two positions beyond 2^24 share one.
+    Angles are float64, because in float32 an angle at position 10^6 is off by 0.06, and beyond 2^24 two positions have
+    the same angle.
     """
     exponents = (
         torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
@@ -62,7 +63,8 @@ def rotary_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dty
 
 
 def rotate(x_BNHD: Tensor, table: RotaryTable) -> Tensor:
-    """x with each pair (x[i], x[i + D/2]) rotated by its angle, computed in the table's dtype. It has x's dtype."""
+    """x with each pair (x[i], x[i + D/2]) rotated by its angle. The rotation is computed in the table's dtype, and the
+    result has x's dtype."""
     first, second = x_BNHD.to(table.cos_ND.dtype).chunk(2, dim=-1)
     cos = table.cos_ND.unsqueeze(-2)
     sin = table.sin_ND.unsqueeze(-2)
@@ -95,7 +97,7 @@ def check_positions(
 ) -> None:
     """Raise ValueError unless a layer can take these `positions` for its input x (B, N, E).
 
-    base: the base of the layer's rotary embeddings, or None if it has none.
+    base: the base of the layer's rotary embeddings, or None if the layer has no rotary embeddings.
     """
     if positions is None:
         return
@@ -140,7 +142,8 @@ def document_positions(
 def _run_positions(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> Tensor:
     """The position of each of this rank's rows within its own document: (N,) int64 on the CPU.
 
-    It sends messages, which the compiler cannot trace, and is therefore run as an op. parallel: the context's key.
+    This function runs as an op, because it sends messages, which torch.compile cannot trace. parallel: the `key` of a
+    context.
     """
     ranks = context_named(parallel).ranks
     borders = None if cu_seqlens is None else tuple(cu_seqlens.tolist())

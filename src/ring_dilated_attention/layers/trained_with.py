@@ -17,15 +17,15 @@ class RemembersPattern(nn.Module):
     rotary_base: float | None = None
 
     def get_extra_state(self) -> Tensor:
-        """The pattern and the rotary base as the bytes of a JSON text: a uint8 tensor, since safetensors and
-        torch.distributed.checkpoint take only tensors."""
+        """The pattern and the rotary base as the bytes of a JSON text: a uint8 tensor, because safetensors and
+        torch.distributed.checkpoint save only tensors."""
         text = json.dumps({"pattern": self.pattern.as_dict(), "rotary_base": self.rotary_base})
         return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise ValueError unless the weights were trained with this module's pattern and rotary base."""
         try:
-            # `state` may have been cast to a floating dtype together with the weights.
+            # Cast `state` back to bytes, because it may have been cast to a floating dtype together with the weights.
             stored = json.loads(bytes(state.to(torch.uint8).tolist()))
             pattern = DilatedPattern(**stored["pattern"])
             base = stored["rotary_base"]
@@ -48,14 +48,15 @@ def check_before_loading(module: nn.Module, state: dict[str, Any], prefix: str, 
     """A pre-hook of load_state_dict. It raises ValueError for weights that were trained with another pattern or rotary
     base, before any weight is copied.
 
-    If the weights do not say their pattern, a warning says so. Python shows this warning once for all modules.
+    If the weights contain no pattern, a warning says so. Python shows this warning once for all modules.
     """
     holder: Any = module
     name = f"{prefix}_extra_state"
     if not isinstance(module, RemembersPattern):
         holder = module.trained_with
         name = f"{prefix}trained_with._extra_state"
-    # A model of published weights has no pattern of its own. Its pattern follows from the size of each input.
+    # Check nothing for a model of published weights: it has no pattern of its own, because its pattern follows from the
+    # size of each input.
     if holder is None:
         return
     if name in state:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..plan.exchange import EXCHANGES
 from ..plan.sharding import ShardSpec, sharding_of
 
-# torch counts timeouts in milliseconds. Ten years are as good as no timeout.
+# The limits of a timeout. torch counts timeouts in milliseconds, and ten years are as good as no timeout.
 LEAST_TIMEOUT, MOST_TIMEOUT = timedelta(milliseconds=1), timedelta(days=3650)
 
 
@@ -33,10 +33,10 @@ def check_arguments(mesh: DeviceMesh | None, exchange: str, timeout: timedelta) 
 def cut_of(
     num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | None, inner: int = 1
 ) -> ShardSpec:
-    """The rule by which num_ranks ranks share a sequence. inner: the length of a 2-D mesh's last axis, else 1.
+    """The rule by which ranks share a sequence. inner: the length of the last axis of a 2-D mesh, else 1.
 
     Raises:
-        ValueError: for unknown names, and for numbers that do not fit.
+        ValueError: for an unknown `sharding`, and for numbers that do not fit.
     """
     for name, number in (("the number of ranks", num_ranks), ("align", align)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:

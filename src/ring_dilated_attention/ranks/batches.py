@@ -35,7 +35,7 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
     else:
         layouts, documents = _send_layouts(ranks, layouts, documents, source)
 
-    # The tensors share one number of positions, so the first of them tells it. cu_seqlens has no positions.
+    # Take the number of positions from the first tensor: all tensors but "cu_seqlens" have the same number.
     shape = next(shape for name, (shape, _) in layouts.items() if name != BORDERS)
     lengths = ranks.lengths_of(shape[_position_dim(shape)], documents)
     shards = ranks.note_cut(lengths, documents)
@@ -75,7 +75,7 @@ def fingerprint(x: Tensor) -> int:
     """A 64-bit hash of a tensor's bytes. Different bytes hardly ever have the same hash."""
     raw = x.detach().contiguous().flatten().view(torch.uint8)
     words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
-    # A different number for each word: its place times an odd factor, modulo 2^64.
+    # `place` has a different number for each word: the word's place times an odd factor, modulo 2^64.
     place = torch.arange(1, words.numel() + 1, device=x.device) * -7046029254386353131
     mixed = (words ^ (words >> 31)) * -4417276706812531889 + place
     return int(((mixed ^ (mixed >> 29)) * (place | 1)).sum())
@@ -138,7 +138,8 @@ def _rows(name: str, x: Tensor, shard: Shard) -> Tensor:
 def _send_layouts(
     ranks: Ranks, layouts: Layouts, documents: Borders, source: int
 ) -> tuple[Layouts, Borders]:
-    """Send every rank the source's layouts (shape and dtype of each tensor) and borders of documents. Returns both."""
+    """Send every rank the source's layouts (shape and dtype of each tensor) and its borders of documents. Returns
+    layouts and borders."""
     text = b""
     if ranks.rank == source:
         text = json.dumps([layouts, documents]).encode()
@@ -160,7 +161,7 @@ def _send_rows(
 ) -> Tensor:
     """This rank's rows of one tensor of the batch. The source rank has the tensor, and sends each rank only its rows.
 
-    whole: the tensor on the source, None on the other ranks. shape, dtype: of the whole tensor.
+    whole: the whole tensor on the source, None on the other ranks. shape, dtype: those of the whole tensor.
     """
     like = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
     local_shape = list(shape)

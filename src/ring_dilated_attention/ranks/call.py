@@ -34,12 +34,13 @@ class Call:
     heads: range
     num_heads: int
     context: str = ""
-    has_sinks: bool = False  # with sinks the final out is computed from lse, so lse has a gradient
+    # If `has_sinks` is set, lse has a gradient, because the final out is computed from lse.
+    has_sinks: bool = False
 
     @property
     def text(self) -> str:
         """The call as a string, since custom ops cannot take a `Call`. `from_text` turns it into a `Call` again."""
-        # torch.compile may turn integers into symbols, which a text cannot hold: `index` makes them numbers again.
+        # Turn symbols, into which torch.compile may turn integers, into numbers again: a text cannot contain symbols.
         start = index(self.heads.start)
         stop = index(self.heads.stop)
         num_heads = index(self.num_heads)
@@ -66,7 +67,7 @@ class Call:
 
     @property
     def heads_held(self) -> range | None:
-        """The heads that the tensors hold, or None if they are all."""
+        """The numbers of the query heads in the tensors, or None if the tensors hold all heads of the layer."""
         return None if len(self.heads) == self.num_heads else self.heads
 
     def num_kv_heads(self, num_held: int) -> int:
@@ -75,8 +76,8 @@ class Call:
 
     @property
     def kernel_scale(self) -> float:
-        """The scale that kernels get, which is always positive. With a scale of 0 or -1 they would turn the score -inf
-        of a masked key into NaN or +inf."""
+        """The scale that kernels get, which is always positive. With a scale of 0 or -1 kernels would turn the score
+        -inf of a masked key into NaN or +inf."""
         return abs(self.scale) if abs(self.scale) >= LEAST_SCALE else 1.0
 
     @property
@@ -89,9 +90,11 @@ class Call:
 
 
 class ForwardState(NamedTuple):
-    """What a call's forward passes to its backward, which then need not choose a kernel or read cu_seqlens again.
+    """What a call's forward passes to its backward, so that the backward need not choose a kernel or read cu_seqlens
+    again.
 
-    number: the number of the forward on this context, which ranks compare. borders: cu_seqlens as numbers.
+    number: the number of the forward on this context, which ranks compare. kernel: the name of the backend whose
+    kernels run the call. borders: cu_seqlens as numbers, or None.
     """
 
     number: int
@@ -128,8 +131,8 @@ def borders_of(cu_seqlens: Any) -> Borders:
 
 
 def borders_field(borders: Borders) -> object:
-    """What ranks compare of the borders of documents, and what an error shows. Up to 64 borders it is the borders
-    themselves, else their number and a hash."""
+    """The value by which ranks compare the borders of documents, and which an error shows: the borders themselves if
+    there are at most 64, else their number and a hash."""
     if borders is None or len(borders) <= MOST_SHOWN_BORDERS:
         return borders
     return len(borders), hash(borders)

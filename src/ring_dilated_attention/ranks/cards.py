@@ -16,12 +16,13 @@ def number_of_card(
     """The number of a process's GPU.
 
     Args:
-        bound: the GPU that init_process_group(device_id=...) was given, or None. The process takes this GPU if there
-            is one.
-        current: torch's current GPU. If it is not 0, torch.cuda.set_device has chosen it, and the process takes it.
+        bound: the GPU that init_process_group(device_id=...) was given, or None. If `bound` has a number, the process
+            takes this GPU.
+        current: the number of torch's current GPU. If it is not 0, torch.cuda.set_device has chosen the GPU, and the
+            process takes it.
         environment: the environment variables. In all other cases the process takes the GPU with the process's number
-            on this host, which its launcher puts here. Without this number it takes `current`.
-        count: the number of GPUs that the process sees. It is 1 if the launcher shows each process only one GPU.
+            on this host, which its launcher puts into a variable. Without such a variable it takes `current`.
+        count: the number of GPUs that the process sees, which is 1 if the launcher shows each process only one GPU.
     """
     if bound is not None and bound.index is not None:
         return bound.index

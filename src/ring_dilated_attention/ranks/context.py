@@ -107,7 +107,7 @@ class ContextParallel(NamedContext):
         self._take_key(self.name)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContextParallel":
-        """The same context: its connections cannot be copied."""
+        """Returns this context itself, because its connections cannot be copied."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -119,7 +119,8 @@ class ContextParallel(NamedContext):
     def close(self) -> None:
         """Close the context's process groups, with their connections and threads. No call can follow.
 
-        All ranks call `close` when they no longer need the context, also after an error, and before they make another.
+        All ranks call `close` when they no longer need the context, also after an error, and before they make another
+        context.
         """
         self.ranks.close()
 
@@ -236,9 +237,9 @@ class ContextParallel(NamedContext):
         fields: dict[str, object] = {"call": "mean_loss over more ranks"}
         if not failure:
             fields["over"] = f"{over.name} of ranks {over.ranks.members}"
-        # If one rank of this context refuses `over`, `agree` raises on all of them, and none of them takes part in
-        # `over`. Ranks of other contexts may already wait in `over`. `all_or_none` breaks its connections, so that
-        # they fail and do not hang.
+        # If a rank of this context refuses `over`, `agree` raises on all ranks of this context, and none of these ranks
+        # takes part in `over`. `all_or_none` then breaks the connections of `over`, so that ranks of other contexts,
+        # which may already wait in `over`, fail and do not hang.
         with nullcontext() if failure or over is self else over.ranks.all_or_none():
             self.ranks.agree(0, fields, failure)
         return mean_loss(over.ranks, local_sum, local_count, step_count)
@@ -259,7 +260,7 @@ class ContextParallel(NamedContext):
 
         Args:
             seq_len: the length of the whole sequence.
-            cu_seqlens: global borders of packed documents.
+            cu_seqlens: the borders of packed documents in the whole sequence.
 
         Raises:
             ValueError: for a length or borders that no sequence can have.
@@ -270,7 +271,7 @@ class ContextParallel(NamedContext):
         return self.ranks.positions(self.ranks.lengths_of(seq_len, borders), borders)
 
     def abandon(self, reason: str) -> None:
-        """Break the context's connections, so that the other ranks fail at once and do not wait for this one.
+        """Break the context's connections, so that the other ranks fail at once and do not wait for this rank.
 
         Call it after an error of this rank between two calls. A call that fails breaks the connections by itself.
         """

@@ -4,8 +4,8 @@ import re
 
 NOT_MADE = "did not enter making a ContextParallel"
 
-# Why a rank that still runs may not take part in a call. A cause is named if the error's text has the words beside it.
-# If several fit, the first is named.
+# Why a rank that still runs may not take part in a call. `usual_cause` adds the first sentence whose key (such as "did
+# not enter backward") is part of the error's text.
 _USUAL_CAUSES = {
     "did not enter backward": "A rank runs the backward of a call only if its loss depends on the output of that call.",
     NOT_MADE: (
@@ -20,14 +20,14 @@ _USUAL_CAUSES = {
 
 
 class ExchangeError(RuntimeError):
-    """A rank died, is stuck, or gave up. The context stays broken: make a new ContextParallel of the ranks that are
-    left."""
+    """Raised if another rank died, is stuck, or gave up. The context stays broken: make a new ContextParallel of the
+    ranks that still run."""
 
 
 def usual_cause(absence: str, reason: str) -> str:
     """The usual cause of a timeout, as a sentence; "" for other errors.
 
-    absence: the part of the error's text that says which rank did not do what. reason: the text of gloo or NCCL.
+    absence: the part of the error's text that says which rank did not do what. reason: the error text of gloo or NCCL.
     """
     if not re.search("[Tt]imed out|timeout", reason):
         return ""

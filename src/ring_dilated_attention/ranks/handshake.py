@@ -10,17 +10,17 @@ import torch
 
 from .link import GroupLink
 
-_NUM_FIELDS = 16  # a record has room for this many fields, and no call has more
+_NUM_FIELDS = 16  # the number of fields in a record; no call has more fields
 _NOT_THIS_RANK = torch.iinfo(torch.int64).min
-# The names of the last two fields of a call. A rank numbers its modules as it makes them. So the number of the module
-# that calls can be compared only if all ranks have made equally many modules.
+# The names of the last two fields of a call. A rank numbers its modules as it makes them. So ranks can compare the
+# number of the module that calls only if all ranks have made equally many modules.
 NUM_MODULES = "the number of modules made with this context"
 CALLER = "which module calls (numbered as modules were made with this context)"
 
 
 class RefusedError(ValueError):
-    """One rank refuses a call, since its arguments are wrong, or the calls of the ranks differ. All ranks raise this
-    error, before any tensor is sent."""
+    """Raised on all ranks, before any tensor is sent, if a rank refuses a call because its arguments are wrong, or if
+    the calls of the ranks differ."""
 
 
 def agree(
@@ -32,12 +32,12 @@ def agree(
     (forward, backward, shard, ...).
 
     Args:
-        length: this rank's number of positions, or any other number that ranks tell each other.
-        fields: what must be the same on all ranks, by name.
-        failure: why this rank refuses the call, or None if it does not.
+        length: this rank's number of positions, or another number that ranks tell each other.
+        fields: the values that must be the same on all ranks, by name.
+        failure: why this rank refuses the call, or None if the rank accepts the call.
 
     Raises:
-        ValueError: on every rank, if any rank refuses or fields differ.
+        RefusedError: on every rank, if any rank refuses the call or a field differs between ranks.
     """
     moment = str(fields.get("call", "the call that this rank refuses"))
     kind = moment.rstrip(" 0123456789")
@@ -57,7 +57,7 @@ def agree(
 def _raise_alike(
     control: GroupLink, fields: dict[str, object], failure: str | None, moment: str
 ) -> None:
-    """Raise RefusedError on all ranks. Its text says which rank refuses, or which field differs.
+    """Raise RefusedError on all ranks. The error says which rank refuses the call, or which field differs.
 
     If the first field that differs is `NUM_MODULES`, no error is raised. From then on ranks do not compare any more
     which module calls.
@@ -68,7 +68,7 @@ def _raise_alike(
     records = control.records(
         torch.tensor([failure is not None, *marks, *padding], device="cpu"), moment
     )
-    # `refuses` and each column have an entry for every rank. A column is for one field.
+    # `refuses` and each of `columns` have an entry for every rank. `columns[i]` has the hashes of field i.
     refuses, *columns = torch.stack(records).T.tolist()
     if any(refuses):
         texts = control.texts(failure or "", moment)

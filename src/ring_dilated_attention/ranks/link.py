@@ -25,16 +25,19 @@ from .watching import Handle, Progress, Sentinel, Worker, with_threads
 
 _WATCH_SECONDS = 0.1
 _GRACE_SECONDS = 1.0
-# Messages of at most this many bytes each are joined into one, if they go to the same peer.
+# Messages to one peer are joined if each has at most this many bytes.
 _SHORT_BYTES = 64 * 1024
-_UNUSED_TAG = 1  # Every other message has tag 0.
+_UNUSED_TAG = 1  # the tag of receives that nobody answers; all messages have tag 0
 _TEXT_BYTES = 1024
-Addressed = Sequence[tuple[Tensor, int]]  # tensors, each with its peer
+Addressed = Sequence[tuple[Tensor, int]]  # pairs (tensor, the peer that sends or gets it)
 
 
 class WaitTimes(NamedTuple):
-    """When this rank began and ended a wait for messages, in seconds of time.perf_counter. Communication that
-    computation hides does not show here."""
+    """When this rank began and ended a wait for messages, in seconds of time.perf_counter.
+
+    Messages that arrive while this rank computes cause no wait, so their time is not counted. moment: the call in which
+    the rank waited, such as "forward 3".
+    """
 
     moment: str
     start: float
@@ -42,7 +45,8 @@ class WaitTimes(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A send or receive to start. operation: dist.isend or dist.irecv. description: how an error names the message."""
+    """A send or receive to start. operation: `dist.isend` or `dist.irecv`. peer: the rank that gets or sends `tensor`.
+    description: the words for this message in errors."""
 
     operation: Callable[..., dist.Work | None]
     tensor: Tensor
@@ -52,13 +56,14 @@ class Transfer(NamedTuple):
 
 @dataclass(eq=False)
 class GroupPending:
-    """Messages that have been started, with their tensors. `wait` waits once for each: gloo hangs on a second wait."""
+    """Messages that have been started, with their tensors. `wait` waits for each message only once, because gloo hangs
+    if a message is waited for again."""
 
     link: "GroupLink"
     moment: str
     handles: list[Handle] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
-    # pairs (tensor to fill, buffer in which its message arrives)
+    # Pairs (tensor to fill, buffer in which its message arrives). `wait` copies the buffers to the tensors.
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -93,20 +98,20 @@ class GroupLink:
         self.world_size = len(members)
         self.reorder(members)
         self.failure: str | None = None
-        self.links = links  # All links of the context. If one breaks, all are broken.
-        # For each kind of call: the `length` of every rank at the last call (handshake.py).
+        self.links = links  # all links of the context: if a link fails, `fail` breaks all links
+        # By kind of call (forward, shard, ...): the `length` that each rank last passed to `agree` (handshake.py).
         self.agreed: dict[str, tuple[int, ...]] = {}
-        # Whether ranks compare which module calls. It is False once they have made different numbers of modules, since
-        # modules can then not be compared by their numbers.
+        # Whether ranks compare the numbers of the modules that call. `_raise_alike` (handshake.py) clears the flag once
+        # ranks have made different numbers of modules, because a layer may then have another number on each rank.
         self.counts_modules = True
         links.append(self)
-        # The backend of each type of device. (dist.get_backend has one text for all types.)
+        # The backend of each type of device, as {"cpu": "gloo", "cuda": "nccl"}.
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._pending: weakref.WeakSet[GroupPending] = weakref.WeakSet()
         self._worker: Worker | None = None
-        # A watcher for each peer (watching.py), by the peer's rank in torch's group.
+        # Watchers of the connections to peers (watching.py), by the peer's rank in torch's group.
         self._sentinels: dict[int, Sentinel] = {}
-        self.waits: list[WaitTimes] | None = None  # None unless waits are recorded.
+        self.waits: list[WaitTimes] | None = None  # set by `recorded_waits` (processes.py)
 
     def open(self) -> None:
         """Make the first NCCL call, on all ranks. torch does not define what happens if only some ranks make it."""
@@ -116,7 +121,7 @@ class GroupLink:
     def reorder(self, members: Sequence[int]) -> None:
         """Put the group's members, given by their global ranks, into this order."""
         self.members = list(members)
-        # order[i] is the rank of members[i] in torch's group.
+        # `order[i]` is the rank of `members[i]` in torch's group.
         self.order = [dist.get_group_rank(self.group, member) for member in members]
         self.rank = self.order.index(dist.get_rank(self.group))
 
@@ -125,7 +130,7 @@ class GroupLink:
         backend in this group."""
         return self.backends.get(x.device.type, "gloo") == "gloo"
 
-    # Waiting for messages, and what follows if one does not come.
+    # Waiting for messages, and breaking the groups if a message does not come.
 
     def wait_for(self, pending: GroupPending) -> None:
         """Wait for messages, one after the other. On gloo another thread waits, and this thread watches the peer.
@@ -157,8 +162,8 @@ class GroupLink:
         if peer not in self._sentinels:
             self._sentinels[peer] = Sentinel(partial(self._receive_nothing, peer))
         error = self._sentinels[peer].error
-        # A peer may close its connection after its last message has been sent. This rank may notice the closing before
-        # the message, so it gives the message another second.
+        # Give the message another second: the peer may have sent its last message and then closed the connection, and
+        # this rank may notice the closing before the message.
         if (
             error is not None
             and not progress.ended.wait(_GRACE_SECONDS)
@@ -175,18 +180,18 @@ class GroupLink:
             failure = f"{moment}: {description} {place}: {reason}{usual_cause(description, reason)}"
             for link in self.links:
                 link.abandon(failure)
-        # If `failure` was already set, `abandon` was called while this rank waited, and has caused this error.
+        # `failure` is already set if `abandon` was called while this rank waited, which causes an error in the wait.
         raise ExchangeError(self.failure) from error
 
     def abandon(self, reason: str) -> None:
-        """Break the group after a failure of this rank, so that the others fail at once and do not wait for it."""
+        """Break the group after a failure of this rank, so that other ranks fail at once instead of waiting for it."""
         if self.failure or self.world_size == 1:
             return
         self.failure = reason
         if set(self.backends.values()) != {"gloo"}:
             self.group.abort()
         self._disconnect()
-        # Messages may be stuck in gloo. End them now: later they may write to memory that torch's profiler has freed.
+        # End messages that are stuck in gloo, because they may later write to memory that torch's profiler has freed.
         for pending in list(self._pending):
             for handle in pending.handles:
                 if self.on_gloo(pending.tensors[0]) and not handle.work.is_completed():
@@ -196,9 +201,9 @@ class GroupLink:
     def _disconnect(self) -> None:
         """Close gloo's connections.
 
-        Abort, shutdown and destroying the group leave them open. But if a receive times out, gloo closes all
-        connections of the group. So this rank starts a receive that nobody answers, and lets it time out after 1 ms. It
-        tries this with every peer, because a receive over a connection that is already broken does not time out.
+        `abort`, `shutdown` and destroying the group leave the connections open. But if a receive times out, gloo closes
+        all connections of the group. So this rank starts a receive that nobody answers, which times out after 1 ms. It
+        does so with every peer, because a receive over a connection that is already broken does not time out.
         """
         if self.backends.get("cpu") != "gloo":
             return
@@ -209,7 +214,8 @@ class GroupLink:
     def _receive_nothing(self, peer: int) -> dist.Work:
         """Start a receive that nobody answers. peer: the peer's rank in torch's group.
 
-        Its tag is one that no message has. A message of another size with the same tag would end the process.
+        The receive has a tag that no message has, because gloo ends the process if a message of another size arrives
+        with the receive's tag.
         """
         return self.group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
 
@@ -220,18 +226,18 @@ class GroupLink:
         self._worker = None
         with_threads.discard(self)
         self.failure = self.failure or "it was closed"
-        # torch raises these errors if torch.distributed is already shut down.
+        # Ignore the errors that torch raises if torch.distributed is already shut down.
         with suppress(ValueError, AssertionError):
             dist.destroy_process_group(self.group)
         del self.group
 
     def end_threads(self) -> None:
-        """End the threads of this link, by ending what they wait for."""
+        """End the threads of this link, by closing the connections on which the threads wait."""
         self._disconnect()
         self._sentinels.clear()
         self._worker = None
 
-    # Posting messages.
+    # Starting messages.
 
     def exchange(self, sends: Addressed, receives: Addressed, moment: str) -> GroupPending:
         """Start sending and receiving contiguous tensors, each with its peer. Errors quote `moment`.
@@ -280,7 +286,7 @@ class GroupLink:
         self._pending.add(pending)
         joined = self._join_short(transfers, pending)
         pending.tensors = [transfer.tensor for transfer in joined]
-        if on_gloo:  # one by one, so that an error can name the message that failed
+        if on_gloo:  # start messages one by one, so that an error can name the message that failed
             for transfer in joined:
                 pending.handles += self._post_batch([transfer], moment)
         else:
@@ -299,10 +305,11 @@ class GroupLink:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
             self.fail(moment, ", ".join(descriptions), error)
-        except ValueError as error:  # torch does not know the group any more
+        except ValueError as error:
+            # torch raises ValueError if torch.distributed was shut down, and so does not know the group any more.
             self.failure = "torch.distributed was shut down after this context was made"
             raise ExchangeError(f"{moment}: {self.failure}. Make a new ContextParallel.") from error
-        if len(works) != len(batch):  # the transport returns one handle for all messages
+        if len(works) != len(batch):  # NCCL returns one handle for all messages of a batch
             descriptions = [", ".join(descriptions)] * len(works)
         return list(map(Handle, works, descriptions, peers))
 
@@ -346,7 +353,7 @@ class GroupLink:
         one = torch.empty(sum(sizes), dtype=first.dtype, device=device, pin_memory=pin_memory)
         for x, copy in zip(tensors, one.split(sizes), strict=True):
             if is_sent:
-                # If the copy goes to the host, it waits for the kernels that write x.
+                # A copy to the host is blocking, so it waits for the kernels that write `x`.
                 copy.copy_(x.view(-1))
             else:
                 pending.copies.append((x.view(-1), copy))
@@ -355,12 +362,13 @@ class GroupLink:
     # The messages of handshakes.
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
-        """Send this rank's record to all others, and return every rank's record. All have one shape and dtype. No rank
-        returns before all ranks have called this.
+        """Send this rank's record to all other ranks, and return every rank's record. All records have one shape and
+        dtype. No rank returns before all ranks have called this method.
 
         All messages are point to point, so that an error can name the rank that did not call.
         """
-        known = record[None]  # known[i] is the record of the rank i places before this one
+        # `known[i]` is the record of rank `self.rank - i` (modulo `world_size`).
+        known = record[None]
         for peers in rounds_of(self.rank, self.world_size):
             needed = known[: self.world_size - len(known)]
             others = self._pass_on(needed, peers, moment, is_first=len(known) == 1)
@@ -368,8 +376,8 @@ class GroupLink:
         return [known[(self.rank - peer) % self.world_size] for peer in range(self.world_size)]
 
     def largest(self, record: Tensor, moment: str) -> Tensor:
-        """For each entry of a record, the largest number that a rank has there. No rank returns before all ranks have
-        called this."""
+        """For each entry of a record, the largest number that any rank's record has there. No rank returns before all
+        ranks have called this method."""
         for number, peers in enumerate(rounds_of(self.rank, self.world_size)):
             others = self._pass_on(record, peers, moment, is_first=number == 0)
             record = torch.stack([record, *others]).amax(0)
@@ -397,9 +405,9 @@ class GroupLink:
         return received
 
     def texts(self, text: str, moment: str) -> list[str]:
-        """Send this rank's text to all others, and return every rank's text. Texts are cut to 1,024 bytes."""
+        """Send this rank's text to all other ranks, and return every rank's text. Texts are cut to 1,024 bytes."""
         record = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
-        # The text may quote a name with surrogates, which UTF-8 cannot encode.
+        # Escape surrogates, which a name in the text may contain and UTF-8 cannot encode.
         encoded = text.encode(errors="backslashreplace")[:_TEXT_BYTES]
         record[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
         texts = []
@@ -413,8 +421,8 @@ class GroupLink:
         return [peer for peer in range(self.world_size) if peer != self.rank]
 
     def all_gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
-        """Send this rank's tensor to all others, and return every rank's tensor. They may differ only in their length
-        along `dim`, given by `lengths`."""
+        """Send this rank's tensor to all other ranks, and return every rank's tensor. Tensors may differ only in their
+        length along `dim`, which is `lengths[k]` on rank k."""
         x = x.contiguous()
         gathered = []
         for peer, length in enumerate(lengths):
@@ -427,8 +435,8 @@ class GroupLink:
     def all_to_all_single(
         self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
-        """Send a flat tensor to each rank and receive one from each, of the given sizes. Returns the received tensors,
-        in the order of ranks. `like` gives their dtype and device."""
+        """Send the flat tensor `tensors[k]` to each rank k, and receive a tensor of `sizes[k]` entries from it.
+        Returns the received tensors in the order of ranks, with the dtype and device of `like`."""
         received = list(
             torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(list(sizes))
         )
@@ -439,7 +447,7 @@ class GroupLink:
     def _exchange_rows(
         self, leaving: Sequence[Tensor], arriving: Sequence[Tensor], moment: str
     ) -> None:
-        """Send a tensor to each other rank, receive one from each, and wait. Empty tensors are not sent."""
+        """Send `leaving[k]` to each other rank k, receive `arriving[k]`, and wait. Empty tensors are skipped."""
         others = self._others()
         sends = [(leaving[peer], peer) for peer in others if leaving[peer].numel()]
         receives = [(arriving[peer], peer) for peer in others if arriving[peer].numel()]

@@ -11,7 +11,7 @@ import torch
 
 from .ranks import Ranks
 
-# An entry lives as long as its context.
+# The contexts of this process, by `key`. An entry is removed when its context is freed.
 _contexts: "WeakValueDictionary[str, NamedContext]" = WeakValueDictionary()
 _made = count()
 
@@ -40,8 +40,8 @@ def refuse(key: str, reason: str) -> None:
     context_named(key).ranks.agree(0, {}, reason)
 
 
-# Makes torch.compile run `refuse` while it traces, so that the other ranks hear of a refused call at once. It does the
-# same as torch.compiler.assume_constant_result, which would import dynamo (a second or two) in every program.
+# Make torch.compile run `refuse` while it traces, so that the other ranks hear of a refused call at once. The decorator
+# torch.compiler.assume_constant_result sets this attribute too, but imports dynamo, which takes a second or two.
 refuse.__dict__["_dynamo_marked_constant"] = True
 
 

@@ -30,8 +30,9 @@ from .handshake import CALLER, NUM_MODULES, agree
 from .link import GroupLink, WaitTimes
 from .ranks import Links, Ranks
 
-_naming = Lock()  # Held while torch's function that names groups is replaced.
-# For each default group of torch: how many groups each set of ranks has made.
+# `_groups_named` holds this lock while torch's function that names groups is replaced.
+_naming = Lock()
+# For each default group of torch, how many groups each set of ranks (a sorted tuple) has made.
 _num_groups: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
@@ -53,8 +54,8 @@ def _group_name(members: Sequence[int]) -> str:
 
 @contextmanager
 def _groups_named(name: str) -> Iterator[None]:
-    """A context manager that gives this name to a group that this thread makes in its block. torch has no option for
-    that."""
+    """A context manager: a group that this thread makes in its block gets this name. (torch has no option for the name
+    of a group.)"""
     here = current_thread()
     with _naming:
         torch_name: Any = getattr(distributed_c10d, "_process_group_name", None)
@@ -73,8 +74,8 @@ def backends_with_cpu(default: str) -> str | None:
     """The backends for a new group: those of torch's default group, and gloo for tensors on the CPU. None if the
     default group already has a backend for the CPU.
 
-    After `init_process_group("nccl")` the default group has only "cuda:nccl". But counts of losses, token ids and masks
-    are on the CPU.
+    After `init_process_group("nccl")` the default group has only "cuda:nccl", which cannot send counts of losses, token
+    ids and masks that are on the CPU.
     """
     devices = [pair.partition(":")[0] for pair in default.split(",")]
     if "cpu" in devices:
@@ -83,7 +84,8 @@ def backends_with_cpu(default: str) -> str | None:
 
 
 def _side_by_side(members: Sequence[int], hosts: Sequence[str], inner: int) -> list[int]:
-    """The members, ordered so that those of one host are neighbours. Rows of a 2-D mesh stay together."""
+    """The members, ordered so that members on one host are neighbours. Rows of a 2-D mesh (`inner` members each) stay
+    together. hosts: the host name of each member."""
     rows = []
     hosts_of_rows = []
     for first in range(0, len(members), inner):
@@ -106,14 +108,16 @@ class Processes(Ranks):
     """
 
     def __init__(self, members: list[int], timeout: timedelta) -> None:
-        """Make the control group. A rank with bad arguments makes it too, so that `connect` can tell the others."""
+        """Make the control group. A rank with bad arguments makes this group too, so that `connect` can tell the other
+        ranks."""
         super().__init__(ShardSpec("contiguous", len(members)))
         self.timeout = timeout
         self.world_size = len(members)
-        self.opened: list[GroupLink] = []  # all links of the context; if one breaks, all are broken
+        # All links of the context: if a link fails, `GroupLink.fail` breaks all links.
+        self.opened: list[GroupLink] = []
         self.owner: Thread | None = None
         self.process = os.getpid()
-        # Numbers of rows of which `warn_of_uneven` does not warn (`expect_lengths`).
+        # The ranks' numbers of rows that `expect_lengths` was told: `warn_of_uneven` does not warn of them.
         self.expected_lengths: deque[tuple[int, ...]] = deque(maxlen=16)
         self.control = self._open("control", "gloo", members)
 
@@ -122,10 +126,10 @@ class Processes(Ranks):
         return self.control.members
 
     def connect(self, cut: ShardSpec | None, exchange: str, failure: str | None) -> None:
-        """Make the other groups, once it is clear that all ranks have the same arguments.
+        """Check that all ranks have the same arguments, and make the groups for data.
 
         Raises:
-            ValueError: on every rank, if any has bad arguments or arguments differ.
+            ValueError: on every rank, if any rank has bad arguments, or if arguments differ between ranks.
         """
         try:
             fields: dict[str, object] = {"call": "making a ContextParallel"}
@@ -154,8 +158,8 @@ class Processes(Ranks):
             self.inner = self._open("heads", backends, members[row * cut.inner :][: cut.inner])
             chunks = members[column :: cut.inner]
             self.outer = self._open("chunks", backends, chunks) if len(chunks) > 1 else None
-        # Wait until all ranks are here. If a rank closed its context before, it would break connections that a slower
-        # rank is still making.
+        # Wait until all ranks are here. Otherwise a fast rank might close its context, and so break connections that a
+        # slow rank is still making.
         agree(self.control, 0, {"call": "the end of making a ContextParallel"}, None)
 
     def _hosts(self) -> list[str]:
@@ -217,10 +221,10 @@ class Processes(Ranks):
     def agree(
         self, length: int, fields: dict[str, object], failure: str | None = None
     ) -> tuple[int, ...]:
-        # A forked process must raise before it takes the lock. If another thread held the lock at the fork, the forked
-        # process would wait for it for ever.
+        # Raise in a forked process before it takes the lock `turn`. If another thread held the lock at the fork, the
+        # forked process would wait for the lock for ever.
         self.check_all_here(str(fields.get("call", "a call")))
-        # Take turns, since another thread, whose call is refused here, also sends messages.
+        # Let one thread send at a time, because a thread whose call is refused here sends messages too.
         with self.turn:
             failure = self._why_other_thread() or failure
             owner = {
@@ -232,8 +236,8 @@ class Processes(Ranks):
     def _why_other_thread(self) -> str | None:
         """Why this thread may not make a call, or None if it may.
 
-        Only the owner may, the thread that made the first call: calls of two threads would receive each other's
-        messages. A thread of autograd may too, because the owner waits for it in the backward.
+        Only the owner (the thread that made the first call) may make calls, because calls of two threads would receive
+        each other's messages. A thread of autograd may make calls too, because the owner waits for it in the backward.
         """
         here = current_thread()
         self.owner = self.owner or here
@@ -257,8 +261,8 @@ class Processes(Ranks):
         if lengths in self.expected_lengths or self.warn_of_whole(lengths):
             return
         near_equal = self.cut.default_lengths(seq_len)
-        # The lengths that torch.chunk would cut are no mistake either. It may make fewer chunks than there are ranks;
-        # the last ranks then have length 0.
+        # Also accept the lengths that torch.chunk would cut. If torch.chunk makes fewer chunks than there are ranks,
+        # the last ranks have length 0.
         size = max(-(-seq_len // self.world_size), 1)
         starts = [min(rank * size, seq_len) for rank in range(self.world_size + 1)]
         chunked = tuple(stop - start for start, stop in pairwise(starts))
@@ -348,8 +352,8 @@ _dropped: dict[str, list[GroupLink]] = {}
 
 
 def note_dropped(opened: list[GroupLink], name: str, process: int) -> None:
-    """Runs when a context is dropped. It keeps the context's links, which are closed when all ranks make the next
-    context."""
+    """Runs when a context is freed. If the context was not closed, keep its links until all ranks make the next
+    context, and warn."""
     if not opened:
         return
     _dropped[name] = opened
@@ -360,8 +364,8 @@ def note_dropped(opened: list[GroupLink], name: str, process: int) -> None:
 
 @contextmanager
 def recorded_waits(ranks: Ranks) -> Iterator[list[WaitTimes]]:
-    """A context manager that yields a list. Each wait of this rank for messages in its block is appended to the list,
-    also the waits in handshakes."""
+    """A context manager that yields a list. Each wait of this rank for messages in its block, in a handshake too, is
+    appended to the list."""
     waits: list[WaitTimes] = []
     links = ranks.opened if isinstance(ranks, Processes) else []
     for link in links:

@@ -25,8 +25,8 @@ from ..run.executor import ExecutorOptions
 from ..run.link_contract import Dealer, Link
 from .call import Call, ForwardState
 
-# A rank's connections in one call. The link connects it with the ranks of its ring. The dealer connects it with the
-# ranks that trade heads for positions. None: the call does not need this connection.
+# A rank's connections in one call. The link connects the rank with the ranks of its ring. The dealer connects the rank
+# with the ranks that trade heads for positions. A connection that the call does not need is None.
 Links = tuple[Link | None, Dealer | None]
 
 
@@ -34,7 +34,7 @@ class Ranks:
     """The ranks that share sequences. This class is for one process alone; subclasses override what differs.
 
     rank: the number of this process. name: the context's name in errors, "" for one process. calls: the number of
-    forwards that were not refused, the same on every rank.
+    forwards that have run (a refused forward does not count), which is the same on every rank.
     """
 
     rank = 0
@@ -46,13 +46,14 @@ class Ranks:
         self.calls = 0
         # The length of every rank's shard of the sequence that was cut last.
         self.lengths_cut_last: tuple[int, ...] = ()
-        self.warned: set[str] = set()  # What `warn_once` has warned of.
-        self.num_modules = 0  # The number of modules made with this context.
-        self.caller: int | None = None  # The number of the module that calls now.
+        self.warned: set[str] = set()  # the kinds of warnings that `warn_once` has given
+        self.num_modules = 0  # the number of modules made with this context
+        self.caller: int | None = None  # the number of the module that calls now
         self.is_closed = False
-        # Held by the thread that now talks to other ranks (`agree`, `records`).
+        # A thread holds this lock while it compares values with other ranks, so that one thread sends at a time.
         self.turn = RLock()
-        # A compiled call adds a result to this tensor, since the compiler drops a call whose results nothing uses.
+        # A compiled call adds one of its results to this tensor, because torch.compile drops a call if nothing uses its
+        # results.
         self.compiled_calls = torch.zeros((), dtype=torch.int64, device="cpu")
 
     @property
@@ -60,7 +61,7 @@ class Ranks:
         """The processes' ranks in torch.distributed; [] for one process alone."""
         return []
 
-    # How a sequence is cut.
+    # Cutting a sequence into shards.
 
     def lengths_of(self, seq_len: int, documents: Borders = None) -> tuple[int, ...]:
         """The number of rows that each rank gets of a sequence of this length. documents: the borders of packed
@@ -89,7 +90,7 @@ class Ranks:
             positions.append(torch.arange(span.start, span.stop, device="cpu"))
         return torch.cat(positions)
 
-    # What ranks tell each other before a call.
+    # Agreeing with the other ranks before a call.
 
     def agree(
         self, length: int, fields: dict[str, object], failure: str | None = None
@@ -109,10 +110,10 @@ class Ranks:
 
     @contextmanager
     def all_or_none(self, *agreed: type[Exception]) -> Iterator[None]:
-        """A context manager. If this rank raises an error in its block (out of memory, say), it breaks the connections,
-        so that other ranks fail at once.
+        """A context manager. If an error is raised in its block (out of memory, say), break the connections, so that
+        other ranks fail at once.
 
-        agreed: types of errors that all ranks raise together. They break nothing.
+        agreed: types of errors that all ranks raise together. Such an error does not break the connections.
         """
         try:
             yield
@@ -124,8 +125,8 @@ class Ranks:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """A context manager for checks before a handshake. If one fails, the other ranks, which wait in the handshake,
-        are told why, and raise too."""
+        """A context manager for checks before a handshake. If a check fails, this rank tells the reason to the other
+        ranks, which wait in the handshake, and they raise too."""
         try:
             yield
         except Exception as error:
@@ -142,7 +143,7 @@ class Ranks:
         """Warn once if the ranks' numbers of rows are not those of a near-equal cut."""
 
     def warn_of_whole(self, lengths: Sequence[int]) -> bool:
-        """Warn once if each rank has as many rows as the sequence that was cut last. Returns whether each has."""
+        """Warn once if each rank has as many rows as the sequence that was cut last. Returns whether this is so."""
         return False
 
     def expect_lengths(self, lengths: Sequence[int]) -> None:
@@ -153,7 +154,7 @@ class Ranks:
             self.warned.add(what)
             warnings.warn(text + ". This is said once.", stacklevel=stacklevel)
 
-    # Which module calls.
+    # Numbering the modules that call.
 
     def number_module(self) -> int:
         """A number for a new module of this context. Before a call ranks compare the numbers of the calling modules."""
@@ -170,22 +171,23 @@ class Ranks:
         finally:
             self.caller = None
 
-    # What ranks send to each other.
+    # Sending tensors to other ranks.
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
-        """Send this process's record to all others, and return every process's record. A record is a tensor on the CPU,
-        of the same shape and dtype in all processes."""
+        """Send this process's record to all other processes, and return every process's record. A record is a tensor on
+        the CPU, of the same shape and dtype in all processes."""
         return [record]
 
     def gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
-        """Send this process's tensor to all others, and return every process's tensor. They may differ only in their
-        length along `dim`, given by `lengths`."""
+        """Send this process's tensor to all other processes, and return every process's tensor. Tensors may differ only
+        in their length along `dim`, which is `lengths[k]` in process k."""
         return [x]
 
     def scatter(
         self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
-        """Send a flat tensor to every process and receive one from each, of the given sizes. Tensors may be empty."""
+        """Send the flat tensor `tensors[k]` to each process k, and receive a tensor of `sizes[k]` entries from it.
+        Tensors may be empty."""
         return list(tensors)
 
     def choose(self, job: Job, sizes: Sizes) -> Choice:
@@ -197,23 +199,25 @@ class Ranks:
         return None, None
 
     def abandon(self, reason: str) -> None:
-        """Break the connections, so that other ranks fail at once instead of waiting for this one."""
+        """Break the connections, so that other ranks fail at once instead of waiting for this rank."""
 
     def close(self) -> None:
         """Close the connections."""
 
-    # A call.
+    # Running a call.
 
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, ForwardState]:
         """out (B, N, H, D), lse (B, N, H), and the state that the backward needs."""
-        number = self.calls + 1 if self.name else 0  # one process alone needs no number
+        # Number the forward, so that ranks can compare the numbers. A process alone needs no number.
+        number = self.calls + 1 if self.name else 0
         with self.all_or_none(ValueError), self.refusing():
             state = ForwardState.of(number, call, query, cu_seqlens)
         tensors = {"query": query, "key": key, "value": value}
         out, lse = self.run(call, "forward", state, tensors)
-        self.calls = number  # a refused call does not come here, and counts on no rank
+        # Count the call after `run`, so that a refused call counts on no rank.
+        self.calls = number
         return out, lse, state
 
     def backward(
@@ -228,8 +232,8 @@ class Ranks:
     ) -> Sequence[Tensor]:
         """Do the handshake, then plan the call, and carry out the plan.
 
-        stage: "forward" or "backward". tensors, by name: query, key and value, or in a backward all `BackwardRows`.
-        Returns out and lse, or in a backward dq, dk and dv.
+        stage: "forward" or "backward". tensors: by name, query, key and value in a forward, and all fields of
+        `BackwardRows` in a backward. Returns out and lse in a forward, and dq, dk and dv in a backward.
         """
         query = tensors["query"]
         key = tensors["key"]
@@ -245,15 +249,15 @@ class Ranks:
                 return executor.forward(rank_plan, options, **tensors)
             uses_lse = call.return_lse or call.has_sinks
             if rank_plan.dealing is not None and tensors["dlse"] is None and uses_lse:
-                # dlse is None if this rank's loss does not use lse. The losses of other ranks may use it. Then all
-                # ranks trade their heads of dlse for positions, and this rank sends zeros.
+                # Send zeros if this rank's loss does not use lse (then dlse is None): the losses of other ranks may use
+                # lse, and then all ranks trade their heads of dlse for positions.
                 tensors["dlse"] = torch.zeros_like(tensors["lse"])
             return executor.backward(rank_plan, options, BackwardRows(**tensors))
 
     def route(
         self, call: Call, state: ForwardState, query: Tensor, key: Tensor, lengths: Sequence[int]
     ) -> tuple[RankPlan, ExecutorOptions]:
-        """Choose the exchange, and make the plan. Returns the plan, and the options by which it is carried out."""
+        """Choose the exchange, and make the plan. Returns the plan, and the options that the executor takes."""
         documents = documents_of(state.borders, sum(lengths))
         num_kv_heads = call.num_kv_heads(key.shape[2])
         shards = self.shards(lengths, documents)
@@ -268,19 +272,19 @@ class Ranks:
     def fields(
         self, call: Call, stage: str, state: ForwardState, query: Tensor, key: Tensor
     ) -> dict[str, object]:
-        """What must be the same on all ranks in a call, by name, for the handshake."""
+        """The fields of a call for the handshake: values that must be the same on all ranks, by name."""
         return {}
 
 
 ALONE = Ranks(ShardSpec("contiguous", 1))
-# the ranks of contexts that have cut a sequence in this process
+# The `ranks` of contexts of this process that have cut a sequence. `warn_of_forgotten_parallel` reads them.
 _sharing: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 
 
 def warn_of_forgotten_parallel(num_rows: int) -> None:
     """Warn once if a call without `parallel` has as many rows as this rank's shard of the sequence that was cut last.
 
-    Contexts that are closed do not count.
+    Sequences that a closed context has cut do not count.
     """
     if torch.compiler.is_compiling():
         return

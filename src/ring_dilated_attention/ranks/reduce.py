@@ -11,7 +11,7 @@ from .ranks import Ranks
 
 
 def all_reduce(ranks: Ranks, x: Tensor, call: str = "all_reduce") -> Tensor:
-    """The sum of all ranks' tensors, without a gradient. Each rank gathers all these tensors, so they must be small."""
+    """The sum of all ranks' tensors, without a gradient. Tensors must be small: each rank gathers all of them."""
     ranks.check_all_here(call)
     fields: dict[str, object] = {
         "call": call,
@@ -36,7 +36,8 @@ def mean_loss(
     ranks.check_all_here(call)
     with ranks.refusing():
         numbers = _numbers(local_sum, local_count, step_count)
-    total, count, step = all_reduce(ranks, numbers, call)  # scalars, the same on all ranks
+    # `total`, `count` and `step` are scalars, and the same on all ranks.
+    total, count, step = all_reduce(ranks, numbers, call)
     if count and not 1 <= count < math.inf:
         raise ValueError(
             f"the ranks have {count:g} terms of a loss in all: a mean needs one at least."
@@ -112,7 +113,7 @@ class GlobalMean(torch.autograd.Function):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Forward: every rank gets the sum of all ranks' tensors. Backward: each gets the sum of all ranks' gradients.
+    """Forward: every rank gets the sum of all ranks' tensors. Backward: every rank gets the sum of all gradients.
 
     If gradients of parameters are then averaged over the ranks, the averages are the gradients of the mean of the
     ranks' losses.

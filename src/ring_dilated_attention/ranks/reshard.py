@@ -24,7 +24,7 @@ def check_dim(call: str, x: Any, dim: Any) -> None:
 
 
 def rows_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
-    """What must be the same on all ranks before they gather each other's rows, by name, for the handshake."""
+    """The fields of the handshake before ranks gather each other's rows: values that must be the same on all ranks."""
     return {
         "call": call,
         "dim": dim,
@@ -35,7 +35,7 @@ def rows_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
 
 
 def forward_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
-    """`rows_fields`, and whether a backward will follow, which must be the same on all ranks too."""
+    """`rows_fields`, with a further field: whether a backward will follow."""
     return rows_fields(call, x, dim) | {"gradients": x.requires_grad and torch.is_grad_enabled()}
 
 
@@ -43,7 +43,7 @@ def own_rows(x: Tensor, shard: Shard, dim: int) -> Tensor:
     rows_of_spans = [x.narrow(dim, span.start, span.stop - span.start) for span in shard]
     if not rows_of_spans:
         rows_of_spans = [x.narrow(dim, 0, 0)]
-    # Copy the rows, since a view would keep the whole tensor alive.
+    # Copy the rows, because a view would keep the whole tensor alive.
     return torch.cat(rows_of_spans, dim=dim)
 
 
@@ -115,7 +115,7 @@ class UnshardRows(torch.autograd.Function):
             received = ctx.ranks.scatter(
                 [rows.flatten() for rows in rows_by_rank], sizes, grad, moment
             )
-            # Sum in float32. A sum in 16 bits would be rounded after each rank.
+            # Sum in float32, because a sum in 16 bits would be rounded after each rank's rows.
             total = grad.new_zeros(
                 shape.numel(), dtype=torch.promote_types(grad.dtype, torch.float32)
             )

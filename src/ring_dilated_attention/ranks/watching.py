@@ -14,21 +14,21 @@ import torch.distributed as dist
 
 
 class Handle(NamedTuple):
-    """A message to wait for. description: how an error names the message. peer: the rank that it goes to or comes
-    from."""
+    """A message to wait for. work: torch's handle of the message. description: the words for this message in errors.
+    peer: the rank that gets or sends the message."""
 
     work: dist.Work
     description: str
     peer: int
 
 
-with_threads: "weakref.WeakSet[Any]" = weakref.WeakSet()  # links that have threads
+with_threads: "weakref.WeakSet[Any]" = weakref.WeakSet()  # links that have a `Worker`
 _threads: "weakref.WeakSet[Thread]" = weakref.WeakSet()
 
 
 def start_thread(function: Callable[..., None], *args: object) -> Thread:
-    # The thread gets a name, since it would otherwise use up a number of "Thread-N". Ranks compare the names of the
-    # user's threads, and these numbers could then differ.
+    # Name the thread, because an unnamed thread would take one of Python's names "Thread-1", "Thread-2", ... The user's
+    # threads could then have different names on different ranks, and ranks compare these names.
     thread = Thread(target=_run, args=(function, *args), daemon=True, name="rda")
     thread.start()
     _threads.add(thread)
@@ -36,15 +36,15 @@ def start_thread(function: Callable[..., None], *args: object) -> Thread:
 
 
 def _run(function: Callable[..., None], *args: object) -> None:
-    # Record no profiler events in this thread. A message writes to its event as it ends, but torch's profiler frees all
-    # events when the profiler stops.
+    # Record no profiler events in this thread, because a message writes to its event as the message ends, and torch's
+    # profiler may have stopped and freed all events by then.
     if hasattr(torch.autograd, "_enable_record_function"):
         torch.autograd._enable_record_function(False)
     function(*args)
 
 
 def _forget() -> None:
-    """In a forked process, forget the threads and connections of the parent process: the child must not end them."""
+    """In a forked process, forget the parent's links and threads, because the child must not end them."""
     with_threads.clear()
     _threads.clear()
 
@@ -66,14 +66,15 @@ class Sentinel:
     """Watches the connection to a peer. For this it starts a receive that nobody answers, which ends with an error when
     the connection breaks.
 
-    Each peer gets one sentinel and keeps it. A second sentinel would start a second receive, and gloo keeps every one.
+    Each peer gets one sentinel, which is kept. A second sentinel would start a second receive, and gloo keeps every
+    receive that nobody answers.
     """
 
     def __init__(self, receive: Callable[[], dist.Work]) -> None:
         self.error: RuntimeError | None = None
         posted = Event()
         start_thread(self._watch, receive, posted)
-        posted.wait()  # until the receive has started, so that no `close` comes before it
+        posted.wait()  # wait until the receive has started, so that no `close` comes before the receive
 
     def _watch(self, receive: Callable[[], dist.Work], posted: Event) -> None:
         try:
@@ -87,7 +88,7 @@ class Sentinel:
 
 
 class Progress:
-    """The number of messages that have completed, and the error of the first that failed."""
+    """The number of messages that have completed, and the error of the first message that failed."""
 
     def __init__(self) -> None:
         self.num_done = 0
@@ -119,5 +120,5 @@ class Worker:
     def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
         while (function := queue.get()) is not None:
             function()
-            # Free the function's messages now, since the next function may come much later.
+            # Free the messages that `function` refers to, because `queue.get` may block for a long time.
             del function

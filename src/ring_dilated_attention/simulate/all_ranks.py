@@ -28,12 +28,12 @@ from ..run import executor
 from ..run.executor import ExecutorOptions
 from ..run.link_contract import Messages, Pending
 
-# One rank's rows of query, key and value, or in a backward its rows of each tensor in `BackwardRows`.
+# A rank's tensors in a call: its rows of query, key and value, or in a backward of each tensor in `BackwardRows`.
 Given = Sequence[Tensor | None]
 
 
 class Simulated(ContextParallel):
-    """A context of ranks that this process imitates. `all_ranks` and `one_rank` make it."""
+    """A context of ranks that this process imitates, made by `all_ranks` or `one_rank`."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.group = None
@@ -56,12 +56,12 @@ def all_ranks(
         sharding, align, lengths: how the ranks share the sequence, as `ContextParallel` takes them.
 
     Raises:
-        ValueError: for a number of ranks below 1, unknown names, and lengths that do not fit the ranks.
+        ValueError: for a number of ranks below 1, an unknown sharding, and lengths that do not fit the ranks.
     """
     return Simulated(SimulatedRanks(cut_of(num_ranks, sharding, align, lengths)))
 
 
-# For each (sender, receiver): tensors that wait for delivery, each with an event that is set when it is delivered.
+# For each pair (sender, receiver): tensors that wait for delivery, each with an event that is set on delivery.
 Posted = defaultdict[tuple[int, int], deque[tuple[Tensor, threading.Event]]]
 
 
@@ -70,9 +70,10 @@ class _Stopped(RuntimeError):
 
 
 class Wires:
-    """What the threads of the simulated ranks share. A thread runs only while it holds the lock `turn`.
+    """The state that the threads of the simulated ranks share. A thread runs only while it holds the lock `turn`.
 
-    sends: those that wait for their receive. receives: those that wait for their send.
+    sends: tensors to send whose receive has not started. receives: tensors to fill whose send has not started.
+    waiting: the events for which threads wait. error: the error of a rank that failed, or None. bytes_sent: by rank.
     """
 
     def __init__(self) -> None:
@@ -84,9 +85,9 @@ class Wires:
         self.bytes_sent: Counter[int] = Counter()
 
     def post(self, pair: tuple[int, int], tensor: Tensor, is_send: bool) -> threading.Event:
-        """Start a send or a receive between a pair (sender, receiver). Returns an event that is set on delivery.
+        """Start a send or a receive of `tensor` between `pair` (sender, receiver). Returns an event, set on delivery.
 
-        A pair's k-th send is copied into its k-th receive, as soon as both have started.
+        The tensor of a pair's k-th send is copied to the tensor of its k-th receive, as soon as both have started.
         """
         sends = self.sends[pair]
         receives = self.receives[pair]
@@ -148,8 +149,8 @@ class SimulatedLink:
 def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
     """A context manager that runs its block on a stream, in a thread that `run_in_turn` started.
 
-    Afterwards the thread stays on the stream's GPU. A thread begins on GPU 0, but going back there would open a CUDA
-    context of half a GB on that GPU. (No GPU has run this.)
+    After the block the thread stays on the stream's GPU. The thread began on GPU 0, but going back to GPU 0 would open
+    a CUDA context of half a GB there. (No GPU has run this.)
     """
     torch.cuda.set_device(stream.device)
     with torch.cuda.stream(stream):
@@ -160,8 +161,8 @@ def run_in_turn(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> l
     """Call work(rank, link) for every rank, each in a thread. Returns the results in the order of ranks."""
     wires = Wires()
     results = [None] * world_size
-    # The threads run on the caller's stream. A new thread would use the first GPU and its default stream, which does
-    # not wait for the caller's stream.
+    # Run the threads on the caller's stream, because a new thread would use the default stream of the first GPU, which
+    # does not wait for the caller's stream.
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def one(rank: int) -> None:
@@ -171,7 +172,7 @@ def run_in_turn(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> l
                     results[rank] = work(rank, SimulatedLink(wires, rank))
             except _Stopped:
                 pass
-            except BaseException as error:  # noqa: BLE001  raised again below, on the caller's thread
+            except BaseException as error:  # noqa: BLE001  raised again below, by the caller
                 wires.error = error
                 for event in wires.waiting:
                     event.set()
@@ -193,7 +194,7 @@ class SimulatedRanks(Ranks):
 
     def __init__(self, cut: ShardSpec) -> None:
         super().__init__(cut)
-        # Called with a rank's link and rows. It returns the context manager in which the rank runs its part of a call.
+        # A function of a rank's link and rows. It returns a context manager, in which the rank runs its part of a call.
         self.around: Callable[[SimulatedLink, Given], AbstractContextManager[Any]] = (
             lambda link, rows: nullcontext()
         )
@@ -241,7 +242,7 @@ class SimulatedRanks(Ranks):
 def _rows_of(x: Tensor, shard: Shard) -> Tensor:
     """A rank's rows of a full (B, N, ...) tensor: a view if the rows are one span of a batch of 1, else a copy.
 
-    The result is contiguous, as on a real rank. If it were not, a batch would take more kernel calls (`views.folds`).
+    The result is contiguous, as on a real rank: a batch that is not contiguous takes more kernel calls (`views.folds`).
     """
     if len(shard) == 1:
         return x[:, shard[0].start : shard[0].stop].contiguous()

@@ -14,7 +14,7 @@ from .all_ranks import Given, SimulatedLink, SimulatedRanks
 
 
 class MemoryUse(NamedTuple):
-    """The bytes that a rank sent in all, and the most bytes that it held at once."""
+    """The bytes that a rank sent in all (`sent_bytes`), and the most bytes that it held at once (`peak_bytes`)."""
 
     rank: int
     world_size: int
@@ -66,10 +66,10 @@ def measuring(parallel: ContextParallel) -> Iterator[list[MemoryUse]]:
 
 
 class Held(TorchDispatchMode):
-    """Counts the bytes that exist at once in this thread: the given rows, and all storages that ops return and that are
-    still alive.
+    """Counts the bytes that exist at once in this thread: the given rows, and all storages that ops have returned and
+    that are still alive.
 
-    Memory that an op allocates and frees within itself does not count, as a kernel's scratch or a cast inside a sum.
+    Memory that an op allocates and frees by itself, as a kernel's scratch or a cast inside a sum, does not count.
     """
 
     def __init__(self, rows: Given) -> None:
@@ -90,7 +90,8 @@ class Held(TorchDispatchMode):
         )
         known = {storage._cdata for storage in given}
         for storage in made:
-            # A result with the storage of an argument is a view, or was written in place. It has no new memory.
+            # Skip a result that has the storage of an argument, because a view, or what was written in place, takes no
+            # new memory.
             if storage._cdata not in known:
                 known.add(storage._cdata)
                 self._hold(storage.nbytes())

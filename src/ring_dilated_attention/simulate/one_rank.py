@@ -30,9 +30,9 @@ from .all_ranks import Simulated
 class GlobalChunk(NamedTuple):
     """The chunk that a message carries: keys and values of the rank `owner`, or their gradients.
 
-    branch, origin, lane: which ring the chunk belongs to (`plan/rings.py`).
-    size: the chunk's numbers, for a batch of 1 and a head dim of 1.
-    rows: pairs. The first says the global positions and heads of some rows, the second where they lie in the chunk.
+    branch, origin, lane: the ring to which the chunk belongs (`plan/rings.py`).
+    size: how many numbers the chunk contains, for a batch of 1 and a head dim of 1.
+    rows: pairs (the global positions and heads of some rows, the place of these rows in the chunk).
     """
 
     owner: int
@@ -61,9 +61,9 @@ def chunk_finder(job: Job, rank: int) -> Callable[[Message], GlobalChunk]:
 
 
 class OtherRanks:
-    """Stands for all ranks but the one that runs. A subclass defines the keys and values that they send.
+    """Stands for all ranks but the running rank. A subclass defines the keys and values that these ranks send.
 
-    They add nothing to the gradients of the running rank's keys and values, unless the subclass overrides
+    These ranks add nothing to the gradients of the running rank's keys and values, unless the subclass overrides
     `gradient_home`.
     """
 
@@ -75,7 +75,7 @@ class OtherRanks:
         """Called when the running rank sends its part of the gradient of another rank's chunk. A subclass may override
         it, to look at the gradient.
 
-        gradient: flat, laid out by `chunk.rows`. Its memory is used again, so copy it to keep it.
+        gradient: a flat tensor, laid out by `chunk.rows`. Copy the tensor to keep it, because its memory is used again.
         """
 
     def gradient_home(self, chunk: GlobalChunk) -> Tensor | None:
@@ -98,7 +98,7 @@ def one_rank(
     """A context that runs one rank of a larger job, on its rows. Without `lengths` ranks own equally many positions.
 
     Args:
-        others: makes what the other ranks send, and takes what this rank sends.
+        others: makes the keys and values that the other ranks send, and takes the gradients that this rank sends.
         sharding, align, lengths: how the ranks share the sequence, as `ContextParallel` takes them.
 
     Raises:
@@ -141,8 +141,8 @@ class OneRankLink:
             if not message.is_gradient:
                 self._make_chunk(x, self.chunk_of(message))
             else:
-                # Only the gradient of an own chunk gets what the other ranks add. For the gradient of another rank's
-                # chunk, the running rank starts from zero.
+                # Fill the gradient of the running rank's own chunk with what the other ranks add to it. The gradient of
+                # another rank's chunk starts from zero.
                 is_home = message.owner == self.rank
                 gradient = self.others.gradient_home(self.chunk_of(message)) if is_home else None
                 x.zero_() if gradient is None else x.copy_(gradient)

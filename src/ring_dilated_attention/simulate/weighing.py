@@ -42,15 +42,15 @@ from ..run import executor
 from ..run.executor import ExecutorOptions
 from .measuring import Held
 
-# If a plan has more hops (exchanges with neighbours in a ring), only two hops of each kind are weighed.
+# `_with_few_hops` shortens plans that have more hops (exchanges with neighbours in a ring) than this.
 MOST_HOPS = 64
-DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by itemsize
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by bytes of a number
 
 
 class AttentionWeight(NamedTuple):
     """Bytes that one rank holds in a call.
 
-    forward, backward: the most bytes that it holds at once in the forward, and in the backward.
+    forward, backward: the most bytes that the rank holds at once in the forward, and in the backward.
     given_forward: the bytes of query, key and value.
     given_backward: the bytes of query, key, value, out, lse and out's gradient.
     """
@@ -80,12 +80,13 @@ class MetaKernel:
         return None
 
     def takes_short_rows(self, dtype: torch.dtype) -> bool:
-        """False for "cpu", so that 16-bit rows are copied to float32, as on a CPU without a matrix unit. The bytes then
-        do not depend on the machine that counts them."""
+        """False for "cpu", so that 16-bit rows are copied to float32, as on a CPU without a matrix unit. Otherwise the
+        counted bytes would depend on the machine that counts."""
         return self.NAME != "cpu"
 
     def merging(self, query: Tensor) -> Merging | None:
-        """Functions that do nothing for "sdpa", since its kernels in Triton allocate no memory. None for "cpu"."""
+        """Functions that do nothing for "sdpa", because the Triton kernels of "sdpa" allocate no memory. None for
+        "cpu"."""
         if self.NAME != "sdpa":
             return None
         return Merging(_nothing, _nothing, _nothing)
@@ -108,7 +109,8 @@ class MetaKernel:
         return gradients
 
     def _take_scratch(self, q_BHMD: Tensor, k_BGLD: Tensor, dout_BHMD: Tensor | None) -> None:
-        """Allocate the kernel's scratch and free it at once. The results already exist, so the peak has both."""
+        """Allocate the kernel's scratch and free it at once. The results exist already, so the peak contains
+        results and scratch."""
         num_bytes = self.TRAITS.scratch(q_BHMD, k_BGLD, dout_BHMD, self.num_threads)
         q_BHMD.new_empty(num_bytes, dtype=torch.uint8)
 
@@ -196,7 +198,7 @@ def brief_program(plan: Plan, stage: str, facts: CallFacts) -> Iterator[Step]:
 
 
 def _kind(tile: Tile) -> tuple[object, ...]:
-    """A key to group tiles by. It is equal for tiles that differ only in where their rows lie."""
+    """A value that is equal for tiles that differ only in the places of their rows. Tiles are grouped by it."""
     query = tile.query._replace(first=0, heads=range(len(tile.query.heads)))
     if isinstance(tile.key, Rows):
         return query, tile.key._replace(first=0, heads=range(len(tile.key.heads)))
