@@ -51,14 +51,14 @@ def agree_on_documents(
     fields: dict[str, object] | None = None,
     failure: str | None = None,
 ) -> Documents:
-    """Agree with the other ranks on the documents of a call, and return them. All ranks must call this.
+    """Agree with the other ranks on the documents of a call, and return the documents. All ranks must call this.
 
     Args:
         call: the name of the call, for errors.
-        x: this rank's rows, (batch, N, ...). Not read if there is a failure.
+        x: this rank's rows, (batch, N, ...). Not read if `failure` is given.
         cu_seqlens: the borders of packed documents in the whole sequence, for a batch of 1.
         fields: other values that must be the same on all ranks, by name.
-        failure: why this rank refuses the call; None if it does not.
+        failure: why this rank refuses the call, or None if the rank accepts the call.
 
     Raises:
         ValueError: on every rank, if one rank refuses the call, if the fields of two ranks differ, or if the borders do
@@ -84,7 +84,7 @@ def agree_on_documents(
     else:
         borders = (0, total) if total else (0,)
     if parallel is None:
-        # There is one shard. `ranks.shards` is not called: torch.compile would warn of the cache of `make_shards`.
+        # Make the one shard here, because torch.compile would warn of the cache of `make_shards` in `ranks.shards`.
         shards: tuple[Shard, ...] = ((Span(0, total),) if total else (),)
     else:
         shards = ranks.shards(lengths, None if packed is None else borders)
@@ -92,7 +92,7 @@ def agree_on_documents(
 
 
 def why_not_dense(**tensors: Any) -> str | None:
-    """None if all these are dense tensors with data. Otherwise a text that says which one is not, and why."""
+    """None if all arguments are dense tensors with data, else a text that says which argument is not, and why."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             return f"{name} must be a tensor, got {type(x).__name__}"
@@ -102,7 +102,7 @@ def why_not_dense(**tensors: Any) -> str | None:
 
 
 def why_no_tokens(tokens_BN: Any, setting: str, num_tokens: int) -> str | None:
-    """Why a model cannot take these tokens, or None.
+    """Why a model cannot take these tokens, or None if it can.
 
     Tokens must be integers from 0 to num_tokens - 1. setting: the model's name for num_tokens, such as "vocab_size".
     """
@@ -110,7 +110,7 @@ def why_no_tokens(tokens_BN: Any, setting: str, num_tokens: int) -> str | None:
         return f"tokens must be a tensor of integers (batch, N), got {type(tokens_BN).__name__}"
     if tokens_BN.dim() != 2 or not is_integral(tokens_BN):
         return f"tokens have shape {tuple(tokens_BN.shape)} and dtype {tokens_BN.dtype}: pass integers (batch, N)"
-    # Tokens on a GPU are not checked here: the CPU would have to wait for them. There torch's embedding kernel checks.
+    # Skip tokens on a GPU, because the CPU would have to wait for the GPU. torch's embedding kernel checks such tokens.
     if tokens_BN.device.type == "cpu" and tokens_BN.numel() and not torch.compiler.is_compiling():
         low, high = tokens_BN.long().aminmax()  # torch has no aminmax of uint16
         if low < 0 or high >= num_tokens:

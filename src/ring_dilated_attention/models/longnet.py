@@ -27,7 +27,7 @@ from .sampling import Sampling, generate
 from .saved_run import check_whole, newest_checkpoint
 
 IGNORED_LABEL = -1
-HEAD_STD = 0.02  # so small that an untrained model predicts all tokens alike
+HEAD_STD = 0.02  # standard deviation; so small that an untrained model predicts all tokens alike
 
 
 class FeedForward(nn.Module):
@@ -93,14 +93,14 @@ class LongNetBlock(nn.Module):
 
 
 class LongNetLM(nn.Module):
-    """A language model: tokens (B, N) to logits (B, N, V). With `parallel` these are one rank's shard of the positions.
+    """A language model: tokens (B, N) to logits (B, N, V). Under `parallel` N counts one rank's shard of the positions.
 
     Under `parallel` do not take the mean of a loss over each rank's logits. Ranks may hold different numbers of labels.
-    Then a mean of their means is wrong, and so is the gradient that DDP and FSDP2 average. Call `loss`, or give
-    `parallel.mean_loss` the sum of this rank's losses and their number.
+    Then the mean of the ranks' means is wrong, and so is the gradient that DDP and FSDP2 average. Call `loss`, or give
+    `parallel.mean_loss` the sum of this rank's losses and the number of these losses.
 
     Args:
-        activation_checkpointing: keep only each block's input and attention, and recompute the rest in backward.
+        activation_checkpointing: keep only each block's input and attention, and recompute all else in backward.
         backend: as for `dilated_attention`.
     """
 
@@ -154,7 +154,7 @@ class LongNetLM(nn.Module):
         """Integer tokens (B, N) -> logits (B, N, V). The logits at a position predict the next token.
 
         cu_seqlens: the borders of packed documents, as for `dilated_attention`, for a batch of 1. No document sees
-            another one.
+            another document.
         """
         documents = self._agree(tokens_BN, cu_seqlens)
         return self.head(self._hidden(tokens_BN, documents, cu_seqlens))
@@ -176,7 +176,7 @@ class LongNetLM(nn.Module):
         Call this under torch.no_grad().
 
         Args:
-            caches: one for each layer, as `make_caches` returns them.
+            caches: a cache for each layer, as `make_caches` returns them.
             lengths: (B,) how many of its N tokens each batch entry appends. The other tokens are padding.
         """
         if len(caches) != len(self.blocks):
@@ -202,7 +202,7 @@ class LongNetLM(nn.Module):
         stop: Collection[int] = (),
         caches: Sequence[DilatedCache] | None = None,
     ) -> Iterator[Tensor]:
-        """Continue B prompts: yield (B,) int64, the next token of each prompt, then the one after it, and so on.
+        """Continue B prompts: yield (B,) int64, the next token of each prompt, then the token after it, and so on.
 
         Memory and time per token do not grow with length.
 
@@ -212,9 +212,9 @@ class LongNetLM(nn.Module):
             temperature: divides the logits. 0 takes the likeliest token.
             seed: an integer of 64 bits; None takes a seed from torch. Prompt b is continued as it would be alone with
                 seed + b.
-            stop: tokens that end a row. After one of them the row gets STOPPED (-1) until all rows have ended.
-            caches: one for each layer, as `make_caches` returns them; by default new ones. Caches may hold earlier
-                tokens. Afterwards they also hold each row's prompt and its drawn tokens except the last.
+            stop: tokens that end a row. After such a token the row gets STOPPED (-1) until all rows have ended.
+            caches: a cache for each layer, as `make_caches` returns them; by default new caches. Caches may hold
+                earlier tokens. Afterwards caches also hold each row's prompt and its drawn tokens except the last.
 
         Raises:
             ValueError: before the first token, for bad arguments. At any token, for logits that are NaN or inf.
@@ -225,7 +225,7 @@ class LongNetLM(nn.Module):
     def from_run(folder: str | Path, *, parallel: ContextParallel | None = None) -> "LongNetLM":
         """The model of a run of `rda train`, from the run's newest checkpoint.
 
-        Raises ValueError if the run has no checkpoint, or if the newest one cannot be read.
+        Raises ValueError if the run has no checkpoint, or if the newest checkpoint cannot be read.
         """
         try:
             from safetensors import SafetensorError
@@ -239,8 +239,8 @@ class LongNetLM(nn.Module):
         try:
             state = check_whole(checkpoint)
             model = LongNetLM(LongNetConfig.of_run(state["hyperparameters"]), parallel=parallel)
-            # The model's state_dict records its pattern, and the checkpoint does not. The model's record is kept: its
-            # pattern came from the checkpoint's hyperparameters.
+            # Keep the pattern that the model's state_dict records, because the checkpoint's tensors record no pattern.
+            # (The model's pattern came from the checkpoint's hyperparameters.)
             read = read_shards(checkpoint, dict(model.named_parameters()))
             model.load_state_dict(model.state_dict() | read, strict=True)
         except (KeyError, OSError, SafetensorError, RuntimeError) as error:
@@ -277,7 +277,8 @@ class LongNetLM(nn.Module):
         labels_BN = self._labels(tokens_BN, documents)
         hidden_BNE = self._hidden(tokens_BN, documents, cu_seqlens)
         num_rows = loss_slice_rows(self.config.vocab_size)
-        # On a rank without positions the sum is 0. It still depends on every parameter, so that each gets a gradient.
+        # On a rank without positions `local_sum` is 0, but still depends on every parameter, so that every parameter
+        # gets a gradient.
         local_sum = sum_in_slices(self._cross_entropy, hidden_BNE, labels_BN, num_rows)
         if self.parallel is not None:
             local_count = (labels_BN != IGNORED_LABEL).sum()
@@ -309,7 +310,7 @@ class LongNetLM(nn.Module):
         )
 
     def each_block(self) -> Iterator[LongNetBlock]:
-        """The blocks, the one after the embedding first."""
+        """The blocks, in the order in which `forward` runs them."""
         for block in self.blocks:
             assert isinstance(block, LongNetBlock)
             yield block
@@ -349,7 +350,7 @@ class NextTokenLoss(nn.Module):
 def shift_left(
     parallel: ContextParallel, x: Tensor, fill: int, documents: tuple[int, ...] | None = None
 ) -> Tensor:
-    """The integers x (B, N_local) shifted by one position: each position gets the integer of the next one.
+    """The integers x (B, N_local) shifted by one position: each position gets the integer of the next position.
 
     The next position may lie on another rank. The last position of the sequence gets `fill`.
     """
@@ -362,17 +363,17 @@ def shift_left(
         shards = ranks.shards(lengths, documents)
         shard = shards[ranks.rank]
         with ranks.all_or_none():
-            # A shard consists of spans of consecutive positions. Each rank tells all ranks the first integer of each
-            # of its spans, which is the next integer for the span before.
+            # Send all ranks the first integer of each span (run of consecutive positions) of this rank's shard, because
+            # the last position of the span before, on whichever rank, gets this integer.
             record = torch.zeros(max(2, *map(len, shards)), batch, dtype=torch.int64, device="cpu")
             for first_B, row, _ in zip(record, first_rows(shard), shard, strict=False):
                 first_B.copy_(x[:, row])
             records = ranks.records(record, "the exchange of labels")
-    firsts: dict[int, Tensor] = {}  # the first integers of spans, by their global positions
+    firsts: dict[int, Tensor] = {}  # first integers of spans, by position in the sequence
     for spans, record in zip(shards, records, strict=True):
         for span, first_B in zip(spans, record, strict=False):
             firsts[span.start] = first_B
-    shifted = x.roll(-1, dims=1)  # correct except at the last position of each span
+    shifted = x.roll(-1, dims=1)  # right at all positions but the last of each span
     for row, span in zip(first_rows(shard), shard, strict=False):
         last = row + span.stop - span.start - 1
         shifted[:, last] = firsts[span.stop].to(x) if span.stop in firsts else fill

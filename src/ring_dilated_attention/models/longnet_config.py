@@ -5,7 +5,7 @@ from typing import Any
 
 from ..pattern import DilatedPattern, is_finite_number, is_integer
 
-# The fields that `rda train` has among its hyperparameters.
+# The fields of `LongNetConfig` that are also hyperparameters of `rda train`.
 OF_A_RUN = (
     "segment_lengths",
     "dilation_rates",
@@ -24,7 +24,7 @@ class LongNetConfig:
     Args:
         segment_lengths, dilation_rates, window, phase, heads: as in `DilatedPattern`; a language model's pattern is
             causal.
-        num_kv_heads: grouped queries; None means num_heads.
+        num_kv_heads: the number of key/value heads (grouped-query attention); None means num_heads.
         ffn_dim: width of the feed-forward layer; None means 4 * embed_dim.
         rotary_base: base of the rotary embeddings.
     """
@@ -44,11 +44,11 @@ class LongNetConfig:
     heads: str = "all"
 
     def __post_init__(self) -> None:
-        # Making the pattern refuses bad branches. It also turns lists, which JSON gives, into tuples.
+        # Make the pattern, which raises ValueError for bad branches, and turns lists (of JSON) into tuples.
         pattern = self.pattern
         object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
         object.__setattr__(self, "dilation_rates", pattern.dilation_rates)
-        with_defaults = ("num_kv_heads", "ffn_dim")  # in these fields None means a default
+        with_defaults = ("num_kv_heads", "ffn_dim")  # None is allowed in these fields
         for name in ("vocab_size", "num_layers", "embed_dim", "num_heads", *with_defaults):
             number = getattr(self, name)
             if number is None and name in with_defaults:

@@ -25,13 +25,14 @@ from .torchscale.networks import LongNetEncoder
 
 DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
-FEWEST_CROWDED = 16  # no warning for a slide of fewer tiles: they may rightly lie in few cells
-# A square slide then has at most 2**62 tiles. This is the longest segment that a pattern takes.
+FEWEST_CROWDED = 16  # `crowded` does not warn of fewer tiles, which may rightly lie in few cells
+# The limit is so large because a square slide then has at most 2**62 tiles, the longest segment that a pattern takes.
 MOST_TILES_OF_A_SIDE = 2**31
 
 
 class PublishedSize(NamedTuple):
-    """The size of a slide encoder whose weights are published. All published encoders have 16 heads."""
+    """The size of a slide encoder whose weights are published: the arguments of these names of `LongNetViT`. All
+    published encoders have 16 heads."""
 
     in_chans: int
     embed_dim: int
@@ -45,9 +46,9 @@ PUBLISHED = {
 
 
 def checked_size(name: str, number: Any) -> float:
-    """A number as Python's int or float, since numpy's numbers overflow.
+    """A number as Python's int or float, because numpy's numbers overflow.
 
-    Raises ValueError, with this name, unless the number is positive and finite.
+    Raises ValueError, which quotes `name`, unless the number is positive and finite.
     """
     if not is_finite_number(number) or number <= 0:
         raise ValueError(f"{name}={number!r} must be a number, positive and finite.")
@@ -98,12 +99,12 @@ class LongNetViT(nn.Module):
         slide_ngrids: the number of grid cells along each axis. Coordinates go from 0 to slide_ngrids * tile_size.
         tile_size: the distance from one tile to the next, in the units of the coordinates.
         segment_lengths, dilation_rates: the branches. `segment_lengths_for` returns the published segment lengths.
-        global_pool: return the mean of the tiles, not the class token. GigaPath's pretraining did not train that token.
+        global_pool: return the mean of the tiles, not the class token, which GigaPath's pretraining did not train.
         padding: "torchscale" includes in the softmax the rows of zeros with which torchscale fills up segments. The
-            published weights need them. "exact" leaves them out.
-        parallel: the ranks that share each slide. They have contiguous shards of its tiles, as `parallel.shard` cuts
-            them.
-        activation_checkpointing: keep only each layer's input and attention, and recompute the rest in backward.
+            published weights need these rows. "exact" leaves the rows of zeros out.
+        parallel: the ranks that share each slide. Each rank holds a contiguous shard of the slide's tiles, as
+            `parallel.shard` cuts it.
+        activation_checkpointing: keep only each layer's input and attention, and recompute all else in backward.
     """
 
     def __init__(
@@ -156,14 +157,14 @@ class LongNetViT(nn.Module):
         self.global_pool = global_pool
         self.parallel = parallel
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
-        # The parameters are then named as in published weights: patch_embed.proj.weight and patch_embed.proj.bias.
+        # Use a ModuleDict, so that parameters are named as in published weights (patch_embed.proj.weight and .bias).
         self.patch_embed = nn.ModuleDict({"proj": nn.Linear(in_chans, embed_dim)})
         self.encoder = LongNetEncoder(
             config, parallel=parallel, activation_checkpointing=activation_checkpointing
         )
         if padding == "torchscale":
-            # Do not record the pattern in the state_dict: published weights have no such record. Their segment lengths
-            # are computed from the size of a slide.
+            # Do not record the pattern in the state_dict, because published weights have no such record: their segment
+            # lengths are computed from the size of a slide.
             self.encoder.trained_with = None
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.reset_parameters()
@@ -232,15 +233,16 @@ class LongNetViT(nn.Module):
         """
         num_tiles = self._check(x, coords, all_layer_embed)
         if self.parallel is None:
-            warn_of_forgotten_parallel(num_tiles)  # the class token is not counted
-        # Only one rank uses the class token. The others take an empty slice of it, so that it has a gradient there too.
+            warn_of_forgotten_parallel(num_tiles)  # `num_tiles` does not count the class token
+        # Take an empty slice of the class token on ranks that do not hold its position, so that the class token has a
+        # gradient on these ranks too.
         class_token = self.cls_token.expand(len(x), -1, -1)[:, : self._num_class]
         positions = self._positions(cells_of(coords, self.tile_size))
         tiles_BLE = self.patch_embed["proj"](x.to(self.cls_token.dtype)) + positions
         tokens_BNE = torch.cat((class_token, tiles_BLE), 1)
         pool = partial(self._pool, num_tiles)
         if all_layer_embed:
-            # pooled layer by layer, so that the states (B, N, E) of only one layer exist at a time
+            # Pool layer by layer, so that the states (B, N, E) of only one layer exist at a time.
             states = self.encoder(tokens_BNE, collect=pool)
         else:
             states = [pool(self.encoder(tokens_BNE))]
@@ -252,7 +254,7 @@ class LongNetViT(nn.Module):
     def _pool(self, num_tiles: int, x_BNE: Tensor) -> Tensor:
         """The mean of all tiles, or the class token, (B, E).
 
-        Under `parallel` this is one rank's part of the mean or of the token. The sum over the ranks is the whole.
+        Under `parallel` the result is one rank's part. The sum of all ranks' parts is the mean or the token.
         """
         wide = torch.promote_types(x_BNE.dtype, torch.float32)
         if self.global_pool:
@@ -261,13 +263,13 @@ class LongNetViT(nn.Module):
 
     @property
     def _num_class(self) -> int:
-        """1 on the rank that holds position 0, where the class token stands; 0 on others."""
+        """1 on the rank that holds position 0, which is the class token's position; 0 on other ranks."""
         return int(self.parallel is None or self.parallel.rank == 0)
 
     def _positions(self, cells: Tensor) -> Tensor:
         """The sine-cosine embeddings (..., E) of grid cells (..., 2), in the weights' dtype. A cell is (x, y).
 
-        The first E / 2 numbers are for y, the other E / 2 for x. Each half has E / 4 sines, then E / 4 cosines. Their
+        The first E / 2 numbers are for y, the last E / 2 for x. Each half has E / 4 sines, then E / 4 cosines. The
         angles for y are y * 10000^(-k / (E / 4)), with k = 0, 1, ...; for x likewise.
         """
         num_frequencies = self.cls_token.shape[-1] // 4
@@ -280,10 +282,10 @@ class LongNetViT(nn.Module):
         return torch.cat((table[y], table[x]), -1)
 
     def _check(self, x: Tensor, coords: Tensor, all_layer_embed: bool) -> int:
-        """The number of tiles of all ranks. Raises ValueError on every rank if the input of one does not fit."""
+        """The number of tiles of all ranks. Raises ValueError on every rank if the input of one rank does not fit."""
         failure = why_not_dense(features=x, coords=coords) or self._shape_failure(x, coords)
         if torch.compiler.is_exporting() and failure is None and self.parallel is None:
-            # An exported graph cannot branch on values, so the values of the tiles are not checked.
+            # Skip the checks of values, because an exported graph cannot branch on values.
             return x.shape[1]
         ranks = ALONE if self.parallel is None else self.parallel.ranks
         batch, num_own = (0, 0) if failure else x.shape[:2]
@@ -294,7 +296,7 @@ class LongNetViT(nn.Module):
         }
         tile_counts = ranks.handshake(num_own, fields, failure)
         ranks.warn_of_uneven(tile_counts)
-        # Rank 0 also holds the class token, so it has one position more than tiles: do not warn of this.
+        # Tell `warn_of_uneven` of later calls that rank 0 has one position more than tiles: the class token.
         ranks.expect_lengths((tile_counts[0] + 1, *tile_counts[1:]))
         if not sum(tile_counts):
             raise ValueError(
@@ -309,7 +311,7 @@ class LongNetViT(nn.Module):
         return sum(tile_counts)
 
     def _shape_failure(self, x: Tensor, coords: Tensor) -> str | None:
-        """Why these shapes and dtypes do not fit, or None."""
+        """Why the shapes and dtypes of x and coords do not fit, or None if they fit."""
         if x.dim() != 3 or x.shape[-1] != self.in_chans or not x.is_floating_point():
             return (
                 f"features have shape {tuple(x.shape)} and dtype {x.dtype}, not floating (batch, tiles, "
@@ -328,7 +330,7 @@ class LongNetViT(nn.Module):
 
     def _tile_failure(self, x: Tensor, coords: Tensor, first: int) -> str | None:
         """What is wrong with the first wrong tile, or None. This rank's tiles are numbered from `first`."""
-        # Features are cast to this dtype, and become inf if they are beyond its range.
+        # Cast features as `forward` does, because features beyond the range of this dtype become inf.
         dtype = self.cls_token.dtype
         is_finite_BL = x.detach().to(dtype).isfinite().all(-1)
         wrong = (~is_finite_BL).nonzero().tolist()
@@ -356,9 +358,9 @@ def cells_of(coords: Tensor, tile_size: float) -> Tensor:
 
 
 def crowded(coords_L2: Tensor, tile_size: float) -> str | None:
-    """A warning if a slide's tiles lie in so few cells that tile_size seems wrong, or None.
+    """A warning if a slide's tiles lie in so few cells that tile_size seems wrong, else None.
 
-    This is so if there are more than two tiles for each cell that has a tile.
+    tile_size seems wrong if there are more than two tiles for each cell that has a tile.
     """
     x, y = cells_of(coords_L2, tile_size).unbind(-1)
     num_tiles, num_cells = len(coords_L2), len((x * MOST_TILES_OF_A_SIDE + y).unique())

@@ -5,13 +5,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-# What trainers and wrappers put before a parameter's name, or inside it.
+# Parts of names that trainers and wrappers put before a parameter's name (prefixes), or inside the name (infixes).
 PREFIXES = ("module.", "_orig_mod.", "model.")
 INFIXES = ("_fsdp_wrapped_module.", "_fpw_module.", "_checkpoint_wrapped_module.")
 
 
 class Mapped(NamedTuple):
-    """The tensors of a checkpoint by a model's names. `left`: the names in the checkpoint that the model lacks."""
+    """The tensors of a checkpoint, renamed as a model names them.
+
+    left: the names in the checkpoint that the model lacks.
+    """
 
     state_dict: dict[str, Tensor]
     left: list[str]
@@ -36,7 +39,7 @@ def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "")
 
 
 def _without_wrappers(name: str, expected: Collection[str]) -> str:
-    """The name without what wrappers add. Prefixes are removed one by one, until the name is an expected one."""
+    """The name without the parts that wrappers add. Prefixes are removed one by one, until the name is expected."""
     for infix in INFIXES:
         name = name.replace(infix, "")
     while name not in expected and name.startswith(PREFIXES):

@@ -1,6 +1,6 @@
-"""Saves memory: the forward keeps fewer tensors, and backward computes them again.
+"""Saves memory: the forward keeps fewer tensors, and backward computes the dropped tensors again.
 
-This is done for layers, except their attention, and for the logits of a loss, some rows at a time.
+Dropped are the tensors of layers, except the results of attention, and the logits of a loss, some rows at a time.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ..attention import save_attention
 
-# The loss computes about this many logits at a time: all (N, V) logits of a long shard would take too much memory.
+# The loss computes about this many logits at a time, because all (N, V) logits of a long shard would take too much
+# memory.
 LOSS_SLICE_LOGITS = 2**20
-# A slice has at least this many rows. Each slice adds its (V, E) gradient to the head's, so many small slices are slow.
+# A slice has at least this many rows, because each slice adds a (V, E) gradient to that of `head`: many small slices
+# would be slow.
 LOSS_SLICE_ROWS = 1024
 
 

@@ -54,7 +54,7 @@ class Sampling:
 
         Raises ValueError for a row in which no token can be drawn.
         """
-        # amax is NaN if any logit is NaN
+        # Check only the largest logit of each row: `amax` is NaN if any logit of the row is NaN.
         for row, largest in enumerate(logits_BV.amax(-1).tolist()):
             if not math.isfinite(largest):
                 raise ValueError(
@@ -71,7 +71,8 @@ class Sampling:
     def weights(self, logits_BV: Tensor) -> Tensor:
         """Probabilities (B, V), in float64."""
         wide_BV = logits_BV.double()
-        # Subtract the largest logit. All are then at most 0, and none becomes inf when divided by a small temperature.
+        # Subtract the largest logit, so that all logits are at most 0: otherwise a logit that is divided by a small
+        # temperature could become inf.
         shifted_BV = wide_BV - wide_BV.amax(-1, keepdim=True)
         return (shifted_BV / float(self.temperature)).softmax(-1)
 
@@ -104,7 +105,7 @@ def generate(
     batch = len(prompts)
     if caches is None:
         caches = model.make_caches(batch, max_len=max(lengths) + max_new_tokens)
-    for cache in caches:  # check before any prompt is appended
+    for cache in caches:  # check all caches before any prompt is appended
         if cache.batch == batch:  # `model.append` refuses caches of another batch size
             check_append(cache.plan, cache.position.tolist(), lengths)
     hidden_BE = prefill(model, pad_sequence(prompts, batch_first=True), lengths, caches)
@@ -112,7 +113,7 @@ def generate(
     has_stopped_B = torch.zeros(batch, dtype=torch.bool, device=device)
     stop_S = torch.tensor([int(token) for token in stop], dtype=torch.int64, device=device)
     for step in range(max_new_tokens):
-        # The logits of a row that has stopped have no meaning. They are set to 0, since `draw` would refuse NaN.
+        # Set the logits of rows that have stopped to 0, because these logits may be NaN, which `draw` refuses.
         logits_BV = model.head(hidden_BE).masked_fill(has_stopped_B[:, None], 0)
         drawn_B = sampling.draw(logits_BV, generators)
         yield drawn_B.masked_fill(has_stopped_B, STOPPED)
@@ -121,7 +122,7 @@ def generate(
             has_stopped_B |= torch.isin(drawn_B, stop_S)
             if has_stopped_B.all():
                 return
-            counts_B = (~has_stopped_B).long()  # a row that has stopped appends nothing
+            counts_B = (~has_stopped_B).long()  # rows that have stopped append nothing
         if step + 1 < max_new_tokens:
             hidden_BE = model.append(drawn_B[:, None], caches, counts_B)[:, 0]
 
@@ -131,15 +132,15 @@ def prefill(
 ) -> Tensor:
     """Append prompts to the caches, PREFILL_SLICE tokens at a time.
 
-    lengths: the number of tokens of each prompt; the others in tokens_BN are padding. Returns the hidden state of each
-    prompt's last token, (B, E).
+    lengths: the number of tokens of each prompt. Further tokens of a row in tokens_BN are padding. Returns the hidden
+    state of each prompt's last token, (B, E).
     """
     last: dict[int, Tensor] = {}
     for start in range(0, max(lengths), PREFILL_SLICE):
         slice_BN = tokens_BN[:, start : start + PREFILL_SLICE]
         stop = start + slice_BN.shape[1]
         counts_B = None
-        if min(lengths) < stop:  # some rows end in this slice, or before it
+        if min(lengths) < stop:  # true if some prompts end in this slice, or before it
             counts = [min(max(length, start), stop) - start for length in lengths]
             counts_B = torch.tensor(counts, device=tokens_BN.device)
         hidden_BNE = model.append(slice_BN, caches, counts_B)

@@ -55,10 +55,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 def check_whole(checkpoint: Path) -> dict[str, Any]:
     """Verify all files of a checkpoint by their sizes and digests. Returns the state of the run from its state.json.
 
-    Raises ValueError, with the file's name, if one is missing or damaged, or does not belong to the checkpoint.
+    Raises ValueError, with the file's name, if a file is missing or damaged, or does not belong to the checkpoint.
     """
     content = _read_state_file(checkpoint)
-    # torch would read every safetensors file in the folder, so no other file may be there
+    # Refuse further safetensors files, because torch would read every safetensors file in the folder.
     for path in sorted(checkpoint.glob("*.safetensors")):
         if path.name not in content["files"]:
             raise ValueError(f"{path} is no file of this checkpoint: move it away")

@@ -17,7 +17,7 @@ from .names import map_names
 def read_weights(path: Path | str) -> dict[str, Tensor]:
     """The tensors of a .safetensors file, or of a file of torch.save, by name.
 
-    In a file of torch.save they may be nested, as {"model": tensors} or under "state_dict" or "module".
+    In a file of torch.save the tensors may be nested, as {"model": tensors} or under "state_dict" or "module".
 
     Raises:
         ValueError: for a file that is damaged, needs more than weights_only=True, or holds no tensors by name.
@@ -35,7 +35,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
         ) from error
     except Exception as error:  # a damaged file may raise any error
         raise ValueError(f"{path} cannot be read as weights: {first_line(error)}") from error
-    # the names under which checkpoints of trainers hold a model's weights
+    # Look under the names under which trainers save a model's weights.
     for name in ("model", "state_dict", "module"):
         if isinstance(weights, Mapping) and isinstance(weights.get(name), Mapping):
             weights = weights[name]
@@ -48,11 +48,12 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
 
 
 def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
-    """The content of a file of torch.save. is_mapped: map the file into memory, and do not read it at once.
+    """The content of a file of torch.save. is_mapped: map the file into memory, instead of reading all of it.
 
     Raises ValueError for a pickle that could run code, and for a wrong checksum. A damaged file may raise any error.
     """
-    # Files of torch's older format are no zip files. They have no checksums, and cannot be mapped.
+    # Map only zip files, and verify their checksums: files of torch's older format are no zip files, have no checksums,
+    # and cannot be mapped.
     is_zip = zipfile.is_zipfile(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped and is_zip)
@@ -85,11 +86,11 @@ def load_slide_encoder(
 
     Args:
         path: as for `read_weights`.
-        max_wsi_size, tile_size: as for `segment_lengths_for`; the weights do not tell them.
+        max_wsi_size, tile_size: as for `segment_lengths_for`. They cannot be read from the weights.
 
     Raises:
-        ValueError: if the weights are not those of a published size. The number of heads is known only for these sizes,
-            since weights do not tell it. Also if some weights are not finite.
+        ValueError: if the weights are not those of a published size. (No weights tell the number of heads, which is
+            known only for published sizes.) Also if some weights are not finite.
     """
     weights = read_weights(path)
     names = {(1, 1, size.embed_dim): name for name, size in PUBLISHED.items()}
@@ -120,7 +121,7 @@ def load_slide_encoder(
             "have a prefix, save them without it"
         )
     for name, x in mapped.state_dict.items():
-        if name.endswith("_extra_state"):  # the record of a pattern, as bytes, not weights
+        if name.endswith("_extra_state"):  # skip the bytes that record a pattern
             continue
         if not x.is_floating_point():
             raise ValueError(f"{path}: {name} is {x.dtype}, expected floating numbers")

@@ -7,7 +7,7 @@ from typing import Any
 from ...pattern import DilatedPattern, is_integer
 
 PADDINGS = ("torchscale", "exact")
-# The fields of TorchscaleConfig that torchscale has among its settings, with torchscale's names for them.
+# For each field of TorchscaleConfig that is also a setting of torchscale: torchscale's name of the setting.
 TORCHSCALE_NAMES = {
     "segment_lengths": "segment_length",
     "dilation_rates": "dilated_ratio",
@@ -17,8 +17,8 @@ TORCHSCALE_NAMES = {
     "ffn_dim": "encoder_ffn_embed_dim",
     "normalize_output": "normalize_output",
 }
-# torchscale's settings that are the same in every published encoder. Any other value changes the function or the
-# parameters, and is refused.
+# torchscale's settings that have the same value in every published encoder. `from_torchscale` refuses any other value,
+# which would change the function or the parameters.
 PUBLISHED_SETTINGS: dict[str, Any] = {
     "decoder_layers": None,
     "encoder_normalize_before": True,
@@ -42,10 +42,10 @@ class TorchscaleConfig:
     Args:
         segment_lengths, dilation_rates: the branches, with torchscale's rule for heads (phase="blocked"). For any other
             pattern pass a `DilatedPattern` in place of both, with padding="exact".
-        normalize_output: whether there is a LayerNorm after the last layer. GigaPath's encoders have it, LongViT's has
-            not.
+        normalize_output: whether there is a LayerNorm after the last layer. GigaPath's encoders have this LayerNorm,
+            LongViT's has not.
         padding: torchscale fills up segments with rows of zeros, which take part in the softmax. "torchscale" counts
-            these rows, as published weights need. "exact" leaves them out: take it for an encoder of your own.
+            these rows, as published weights need. "exact" leaves these rows out: take it for an encoder of your own.
     """
 
     segment_lengths: Sequence[int] | DilatedPattern
@@ -59,7 +59,7 @@ class TorchscaleConfig:
     padding: str = "torchscale"
 
     def __post_init__(self) -> None:
-        pattern = self.pattern  # making the pattern refuses bad branches
+        pattern = self.pattern  # raises ValueError for bad branches
         if isinstance(self.segment_lengths, DilatedPattern):
             if self.dilation_rates or self.padding != "exact":
                 raise ValueError(
@@ -97,9 +97,9 @@ class TorchscaleConfig:
     ) -> "TorchscaleConfig":
         """The config of an encoder that torchscale would make from these settings.
 
-        Four settings are not read, since this encoder has no dropout: dropout, attention_dropout, activation_dropout
-        and drop_path_rate. With attention_dropout torchscale's outputs differ from ours even in eval mode: its dilated
-        attention applies this dropout there too.
+        Four settings are not read, because this encoder has no dropout: dropout, attention_dropout, activation_dropout
+        and drop_path_rate. With attention_dropout torchscale's outputs differ from ours even in eval mode, because its
+        dilated attention applies attention_dropout in eval mode too.
 
         Args:
             settings: torchscale's names and values: `vars(encoder_config)`, or the keywords of an EncoderConfig.

@@ -1,12 +1,12 @@
 """Dilated attention with torchscale's padding: rows of zeros that take part in the softmax.
 
-A zero row is a key of score 0 and value 0. Query t of head h sees C(t, h) of them. `dilated_attention` computes out and
-lse without the zero rows, and then a gate includes them:
+A zero row is a key of score 0 and value 0. Query t of head h sees C(t, h) zero rows. `dilated_attention` computes out
+and lse without the zero rows, and then a gate includes the zero rows:
 
     out' = out * sigmoid(lse - log C)         lse' = log(exp(lse) + C)
 
-In a misaligned branch (see `zero_rows.py`) torchscale moves rows to other positions. Each such branch is computed by a
-call of its own, over rows that are padded with zeros as torchscale pads them.
+In a misaligned branch (see `zero_rows.py`) torchscale moves rows to other positions. Each misaligned branch is computed
+by a call of its own, over rows that are padded with zero rows as in torchscale.
 
 B batch, N positions of this rank, H heads, G key/value heads, D head dim, P rows of this rank with its zero rows.
 """
@@ -36,15 +36,15 @@ from .zero_rows import (
     padded_segment,
 )
 
-# Where each rank's shard begins: rank c has the positions from borders[c] to borders[c + 1] - 1.
+# Where each rank's shard begins: rank c holds the positions from `borders[c]` to `borders[c + 1] - 1`.
 Borders = tuple[int, ...]
 
 
 class Padding(NamedTuple):
     """Where rows lie in a misaligned branch after torchscale has added zero rows to every segment.
 
-    `borders` are the shards of the rows, and `padded_borders` those of the padded rows. A rank adds the zero rows of
-    each segment that ends in its shard.
+    borders: the ranks' shards of the rows. padded_borders: the ranks' shards of the padded rows. A rank adds the zero
+    rows of each segment that ends in its shard.
     """
 
     branch: Branch
@@ -64,10 +64,10 @@ class Padding(NamedTuple):
 
 
 class BranchCall(NamedTuple):
-    """One call of `dilated_attention`: some branches of the pattern, and the log C that its gate needs."""
+    """One call of `dilated_attention`, for some branches of the pattern, and the gate that follows the call."""
 
     pattern: DilatedPattern
-    # log C; (P, H) if there is a padding. None if the gate is not needed, since C is 0 for every query.
+    # The gate's log C, of shape (P, H) if `padding` is given. None (no gate is needed) if C is 0 for every query.
     log_num_zero_keys_NH: Tensor | None
     padding: Padding | None  # None if the branches are not misaligned
 
@@ -77,8 +77,8 @@ def zero_rows(
 ) -> list[BranchCall]:
     """Split a pattern into calls of `dilated_attention`, and count the zero rows that queries see in each call.
 
-    Returns the calls for one sequence, which all layers of a model can use. `like` has the dtype and the device of the
-    queries.
+    Returns the calls for one sequence, which all layers of a model can use. like: a tensor with the dtype and the
+    device of the queries.
     """
 
     def call_of(
@@ -89,10 +89,10 @@ def zero_rows(
             lengths, rates, is_causal=pattern.is_causal, phase=pattern.phase
         )
         logs_NH = None
-        if length and not pattern.is_causal:  # causal patterns hide the zero rows
+        if length and not pattern.is_causal:  # in a causal pattern no query sees zero rows
             counts_NH = _num_zero_keys(call_pattern, num_heads, length, positions_N)
             if counts_NH is not None:
-                # the device and the dtype that lse will have
+                # Move `logs_NH` to the device and the dtype that lse will have.
                 logs_NH = counts_NH.log().to(
                     like.device, torch.promote_types(like.dtype, torch.float32)
                 )
@@ -111,7 +111,7 @@ def zero_rows(
         calls.append(call_of([padded_branch], padded_length, positions_P, padding))
     if aligned:
         spans = [_arange(range(start, stop), "cpu") for start, stop in documents.shard]
-        # `cat` needs a tensor, and an empty shard has no spans.
+        # Put an empty tensor first, because `cat` needs a tensor, and an empty shard has no spans.
         positions_N = torch.cat([_arange(range(0), "cpu"), *spans])
         calls.insert(0, call_of(aligned, length, positions_N, None))
     return calls
@@ -138,8 +138,8 @@ def torchscale_attention(
 
     Args:
         pattern: with phase="blocked", which is torchscale's rule, and heads="all".
-        counted: the calls that `zero_rows` returned for this pattern, sequence and number of heads. By default they are
-            made here.
+        counted: the calls that `zero_rows` returned for this pattern, sequence and number of heads. By default
+            `zero_rows` is called here.
 
     If a dilation rate does not divide its segment length, and there are several segments, `parallel` must have
     contiguous shards, and be made without lengths.
@@ -160,7 +160,7 @@ def torchscale_attention(
     for call in counted:
         rows = [query, key, value]
         if call.padding is not None:
-            with ranks.refusing():  # if `_pad` raises an error on one rank, all ranks raise it
+            with ranks.refusing():  # an error of `_pad` on one rank is raised on all ranks
                 rows = [_pad(x, call.padding) for x in rows]
         q, k, v = rows
         out, lse = dilated_attention(q, k, v, call.pattern, parallel=parallel, return_lse=True)
@@ -177,7 +177,7 @@ def torchscale_attention(
 
 
 def pattern_failure(pattern: DilatedPattern) -> str | None:
-    """Why torchscale cannot have this pattern, as a text; None if it can."""
+    """Why torchscale cannot have this pattern, as a text, or None if torchscale can."""
     if failure := why_no_pattern(pattern):
         return failure
     if pattern.phase == "blocked" and pattern.heads == "all" and pattern.window is None:
@@ -194,7 +194,7 @@ def _num_zero_keys(
 ) -> Tensor | None:
     """C (N, H), float64 on the CPU: how many zero rows after the last row the queries at these positions see.
 
-    Only queries in the last segment of a branch see such rows. None if no branch has any.
+    Only queries in the last segment of a branch see such rows. The result is None if no branch has such rows.
     """
     counts_NH = torch.zeros(len(positions_N), num_heads, dtype=torch.float64, device="cpu")
     has_zeros = False
@@ -202,7 +202,7 @@ def _num_zero_keys(
         offsets_N = positions_N - last_segment_start(branch, length)
         for head in range(num_heads):
             phase = pattern.phase_of(i, head, num_heads)
-            assert phase is not None  # heads="all": each head runs each branch
+            assert phase is not None  # because heads="all": each head runs each branch
             num_zeros = num_zero_keys(branch, length, phase)
             if num_zeros:
                 has_zeros = True
@@ -235,10 +235,8 @@ def _pad(x: Tensor, padding: Padding) -> Tensor:
 
 
 def _without_lone_zeros(lse_BPH: Tensor, padding: Padding) -> Tensor:
-    """lse, with -inf at zero rows that see only themselves.
-
-    The lse of such a row is 0. torchscale drops a branch wherever its lse is 0.
-    """
+    """lse, with -inf in the place of 0 at zero rows that see only themselves, because torchscale drops a branch
+    wherever the branch's lse is 0."""
     segment_length, rate, _ = padding.branch
     if segment_length > rate:
         return lse_BPH
@@ -250,7 +248,7 @@ def _without_lone_zeros(lse_BPH: Tensor, padding: Padding) -> Tensor:
 def _cut(x: Tensor, padding: Padding) -> Tensor:
     """The rows at this rank's positions, (B, N, ...), taken from the padded rows (B, P, ...) of all ranks.
 
-    Position t is here the t-th padded row, as in torchscale, which cuts off the rows beyond the sequence's length.
+    The row at position t is the t-th padded row, because torchscale cuts off the rows beyond the sequence's length.
     """
     if padding.ranks.world_size == 1:
         return x[:, : padding.borders[-1]]
@@ -269,7 +267,7 @@ def _merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     if len(outs) == 1:
         return outs[0], lses[0]
     all_lses = torch.stack(lses)
-    # Where a query sees no key in any call, all lse are -inf, and their differences would be NaN.
+    # Replace -inf where a query sees no key in any call, because the differences of the lse of all calls would be NaN.
     is_empty_BNH = (all_lses == -torch.inf).all(0)
     lse_BNH = all_lses.masked_fill(is_empty_BNH, 0).logsumexp(0)
     merged_BNHD = torch.zeros_like(outs[0], dtype=lse_BNH.dtype)
@@ -282,7 +280,7 @@ class CutAnew(torch.autograd.Function):
     """Moves rows between ranks, from shards with the borders `before` to shards with the borders `after`.
 
     forward on rank c:    x (B, before[c + 1] - before[c], ...) -> y (B, after[c + 1] - after[c], ...)
-    backward on rank c:   dy -> dx, by the same move back; 0 at positions that no rank has after the forward
+    backward on rank c:   dy -> dx, by the move back; 0 at positions that no rank holds after the forward
     """
 
     @staticmethod
@@ -299,7 +297,7 @@ class CutAnew(torch.autograd.Function):
 def _cut_anew(x: Tensor, ranks: Ranks, before: Borders, after: Borders, moment: str) -> Tensor:
     """This rank's rows after the move from the borders `before` to the borders `after`.
 
-    Each rank sends to every rank those rows that the other rank has after the move. A position that no rank has before
+    Each rank sends to every rank the rows that the receiver holds after the move. A position that no rank holds before
     the move gets zeros.
     """
     ranks.check_all_here(moment)
@@ -325,7 +323,7 @@ def _cut_anew(x: Tensor, ranks: Ranks, before: Borders, after: Borders, moment: 
 
 
 def _common(before: Borders, source: int, after: Borders, target: int) -> tuple[int, int]:
-    """The start and stop of the positions that rank `source` has before the move, and rank `target` after it.
+    """The start and stop of the positions that rank `source` holds before the move and rank `target` holds after it.
 
     Start and stop are equal if there are no such positions.
     """

@@ -28,11 +28,11 @@ from ..recompute import check_checkpointing, run_layer
 from .architecture import TorchscaleConfig
 from .gate import torchscale_attention, zero_rows
 
-# The attention of a layer: a function of (query, key, value, pattern). Any other tensors that it needs are bound by
-# functools.partial: FSDP casts the arguments of a module to its dtype, but not bound tensors.
+# The attention of a layer: a function of (query, key, value, pattern). Bind any further tensors by functools.partial,
+# because FSDP casts the arguments of a module to the module's dtype, but not bound tensors.
 Attend = Callable[..., Tensor]
 
-# Without gradients the feed-forward computes about this many hidden numbers at a time.
+# Without gradients the feed-forward computes about this many numbers of its hidden layer at a time.
 FFN_SLICE_NUMBERS = 2**24
 
 
@@ -58,7 +58,7 @@ class SelfAttention(NumberedModule):
         value = self.v_proj(x_BNE).unflatten(-1, heads)
         with called_by(self.parallel, self._number):
             out_BNE = attend(query, key, value, self.pattern).flatten(2)
-        del query, key, value  # without gradients these are two thirds of the layer's memory
+        del query, key, value  # two thirds of the layer's memory, if no gradients are needed
         return self.out_proj(self.inner_attn_ln(out_BNE))
 
 
@@ -80,7 +80,7 @@ class TorchscaleFeedForward(nn.Module):
 
     def _rows(self, x: Tensor) -> Tensor:
         hidden = self.fc1(x)
-        # GELU is computed in float32, as in torchscale.
+        # Compute GELU in float32, as torchscale does.
         wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         return self.fc2(self.ffn_layernorm(F.gelu(wide).to(hidden.dtype)))
 
@@ -93,9 +93,9 @@ class Layer(nn.Module):
         self.self_attn = SelfAttention(config, parallel)
         self.self_attn_layer_norm = nn.LayerNorm(config.embed_dim)
         self.ffn = TorchscaleFeedForward(config)
-        # torchscale's name for the LayerNorm before the feed-forward
+        # The LayerNorm before the feed-forward, by torchscale's name.
         self.final_layer_norm = nn.LayerNorm(config.embed_dim)
-        initial_scale = math.sqrt(math.log(2 * config.num_layers))  # MAGNETO's
+        initial_scale = math.sqrt(math.log(2 * config.num_layers))  # as in MAGNETO
         with torch.no_grad():
             for linear in (
                 self.self_attn.v_proj,
@@ -115,12 +115,13 @@ class LongNetEncoder(nn.Module):
     """torchscale's LongNetEncoder. Its attention is not causal: a query sees keys before and after it.
 
     By default rows of zeros, with which torchscale pads segments, take part in the softmax. Published weights need
-    them. An encoder of your own does not: `LongNetEncoder(TorchscaleConfig(DilatedPattern(...), padding="exact"))`.
+    these rows. An encoder of your own does not need them:
+    `LongNetEncoder(TorchscaleConfig(DilatedPattern(...), padding="exact"))`.
 
     Args:
         config: the settings. `TorchscaleConfig.from_torchscale` makes a config from torchscale's settings.
         parallel: the ranks that share the sequences. Inputs and outputs are then this rank's shards.
-        activation_checkpointing: keep only each layer's input and attention, and recompute the rest in backward.
+        activation_checkpointing: keep only each layer's input and attention, and recompute all else in backward.
     """
 
     def __init__(
@@ -187,8 +188,8 @@ class LongNetEncoder(nn.Module):
         return attend
 
     def _why_not(self, embeddings: Any) -> str | None:
-        """Why this rank's embeddings do not fit, or None."""
-        # Forecasts of memory run the encoder on tensors without data.
+        """Why this rank's embeddings do not fit, or None if they fit."""
+        # Allow tensors without data ("meta"), on which forecasts of memory run the encoder.
         is_meta = getattr(embeddings, "is_meta", False)
         if not is_meta and (failure := why_not_dense(embeddings=embeddings)):
             return failure

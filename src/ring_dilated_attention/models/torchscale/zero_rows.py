@@ -1,4 +1,4 @@
-"""Where torchscale pads a sequence with rows of zeros, and how many of them a query sees. Integers only.
+"""Where torchscale pads a sequence with rows of zeros, and how many of these rows a query sees. Integers only.
 
 torchscale (microsoft/torchscale, component/dilated_attention.py) takes these steps for a sequence of L positions:
 
@@ -7,7 +7,7 @@ torchscale (microsoft/torchscale, component/dilated_attention.py) takes these st
 3. Fill up every segment to a multiple of the dilation rate r with zero rows.
 
 A head reads every r-th row of a segment, so a query sees m = ceil(w / r) rows, zero rows included. A zero row has score
-0 and value 0, and takes part in the softmax. (In a causal pattern no query sees zero rows: they come last.)
+0 and value 0, and takes part in the softmax. (In a causal pattern no query sees zero rows, which come last.)
 
 A branch is called *misaligned* here if r does not divide w and there are several segments. Example: w = 5, r = 2 and
 L = 10. Each segment of 5 rows is padded to 6, and torchscale does not remove the padding from the output. So the rows
