@@ -37,9 +37,9 @@ class ShardSequence(ParallelStyle):
 
     Args:
         sharding, exchange: as for `ContextParallel`.
-        shard_inputs: the module is given whole tensors (B, N, ...), the same on every rank, and takes its own rows. By
-            default it is given shards.
-        unshard_outputs: the module returns whole tensors, the same on every rank. By default it returns shards.
+        shard_inputs: pass whole tensors (B, N, ...), the same on every rank, to the module, which takes this rank's
+            rows. By default pass shards.
+        unshard_outputs: the module returns whole tensors, the same on every rank. By default the module returns shards.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ShardHeads(ParallelStyle):
             )
         groups = torch.arange(num_groups).tensor_split(size)[rank]
         module_of_rank = module.held(range(int(groups[0]) * ratio, (int(groups[-1]) + 1) * ratio))
-        # Change the given module in place: parallelize_module keeps this module and its hooks.
+        # Change the given module in place, because parallelize_module keeps this module and its hooks.
         for name in ("_parameters", "_modules", "heads_held", "_split_sizes"):
             setattr(module, name, getattr(module_of_rank, name))
 
@@ -156,8 +156,8 @@ def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: boo
     too, and the process groups of FullyShardedDataParallel's hybrid strategies.
 
     Args:
-        by_hand: say True if your own loop, or DeepSpeed, averages some gradients. Parameters that DDP and fully_shard
-            left out, or were told to ignore, are then not refused.
+        by_hand: pass True if your own loop, or DeepSpeed, averages some gradients. Then parameters that DDP and
+            fully_shard left out, or were told to ignore, raise no error.
 
     Raises:
         ValueError: if the process group of DDP, or the mesh of a parameter, lacks a rank that shares a sequence. Unless
@@ -179,7 +179,7 @@ def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: boo
                     "process_group out, which takes all ranks."
                 )
         if isinstance(child, FSDPModule):
-            child.reshard()  # after a forward without a backward parameters may still be plain tensors
+            child.reshard()  # because parameters may be plain tensors after a forward without a backward
         if isinstance(child, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)):
             wrappers.append(child)
     if not sharing or by_hand:
@@ -195,7 +195,7 @@ def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: boo
 
 
 def _averaged_by(wrapper: Any) -> Iterator[nn.Parameter]:
-    """The parameters whose gradients DDP or FSDP averages: all but those that it was told to ignore."""
+    """The parameters whose gradients DDP or FSDP averages: all but the parameters that it was told to ignore."""
     for name, parameter in wrapper.named_parameters():
         if isinstance(wrapper, DistributedDataParallel):
             is_averaged = name.removeprefix("module.") not in wrapper.parameters_to_ignore
@@ -241,15 +241,15 @@ def replace_attention(
 
     Args:
         pattern: who attends whom.
-        rotary: as for MultiheadDilatedAttention. Rotary embeddings have no parameters. None keeps what the replaced
-            attention has (torch's has no rotary embedding).
+        rotary: as for MultiheadDilatedAttention. Rotary embeddings have no parameters. None keeps the rotary embedding
+            of the replaced attention (torch's attention has no rotary embedding).
         parallel: the ranks that share the sequences, as for MultiheadDilatedAttention.
 
     If the replaced attention is a MultiheadDilatedAttention already, its sub_layernorm and its backend are kept.
 
     Raises:
-        ValueError: if there is no such layer, or one cannot be replaced (dropout, batch_first=False, extra key/value
-            rows). The module is then unchanged.
+        ValueError: if there is no such layer, or if an attention cannot be replaced (dropout, batch_first=False, extra
+            key/value rows). The module is then unchanged.
     """
     kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     layers: dict[str, Any] = {
@@ -260,7 +260,7 @@ def replace_attention(
             f"{type(module).__name__} has no nn.TransformerEncoderLayer or nn.TransformerDecoderLayer: construct your "
             "own layers with MultiheadDilatedAttention, whose state_dict is that of nn.MultiheadAttention."
         )
-    # All new attentions are made before the first one is put in place: an error leaves the module as it was.
+    # Make all new attentions before the first of them replaces another, so that an error leaves the module unchanged.
     attentions = [
         _dilated(name, layer.self_attn, pattern, rotary, parallel) for name, layer in layers.items()
     ]
@@ -268,7 +268,7 @@ def replace_attention(
         layer.self_attn = attention
     for child in module.modules():
         if isinstance(child, nn.TransformerEncoder):
-            # With nested tensors torch takes a fast path, which calls torch's attention instead of ours.
+            # Switch off nested tensors, because for them torch takes a fast path, which calls torch's attention.
             child.use_nested_tensor = False
     return module
 
@@ -328,8 +328,8 @@ def _why_not(name: str, attention: Any) -> str | None:
 def held_heads(module: nn.Module, num_held: int, num_heads: int) -> range | None:
     """The numbers of the query heads that this rank computes under tensor parallelism (`ColwiseParallel`).
 
-    None if it computes all heads of the layer. The shards of the layer's parameters tell which heads this rank has.
-    Raises ValueError if they do not tell.
+    None if this rank computes all heads of the layer. The shards of the layer's parameters tell which heads this rank
+    has. Raises ValueError if the shards do not tell.
     """
     if num_held == num_heads:
         return None

@@ -1,10 +1,10 @@
 """Dilated attention as transformers calls it: an attention function, and the mask function that goes with it.
 
 transformers passes tensors (B, H, M, D), and every keyword that a model has. Keywords in REFUSED would change the
-attention: they are refused. All other keywords are ignored, since they do not change it.
+attention, so they are refused. All other keywords are ignored, because they do not change the attention.
 
-B batch, H query heads, G key/value heads, M query rows, S key rows (M, or more where a cache holds some), D head dim,
-T rows that are not padding.
+B batch, H query heads, G key/value heads, M query rows, S key rows (M, or more if a cache holds earlier rows), D head
+dim, T rows that are not padding.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def attend(
     """The attention of one layer: out (B, M, H, D), and None in the place of attention weights.
 
     Args:
-        attention_mask: what `make_mask` returned.
+        attention_mask: the mask that `make_mask` returned.
         position_ids: (1 or B, M). Where the positions start anew, another packed document begins.
         cu_seq_lens_q: the borders of packed documents, used instead of position_ids. Under `parallel` these are the
             borders in the whole sequence.
@@ -85,7 +85,8 @@ def attend(
         pattern = layer_pattern(module.config, sliding_window, is_causal=bool(is_causal))
         num_heads = query_BHMD.shape[1]
         if not is_own:
-            # Tensor parallelism may give this rank only some heads. What a head reads depends on its number among all.
+            # Take the number of all heads from the config, because under tensor parallelism this rank may have only
+            # some heads, and the keys that a head reads depend on the head's number among all heads.
             num_heads = getattr(module.config, "num_attention_heads", num_heads)
         heads = held_heads(module, query_BHMD.shape[1], num_heads) or range(num_heads)
         bounded: BoundedLayer | None = getattr(key_BGSD, MARK, None)
@@ -101,7 +102,7 @@ def attend(
             )
     except ValueError as error:
         if parallel is not None:
-            # Tell the other ranks why this one refuses: otherwise they would wait for this rank.
+            # Tell the other ranks why this rank refuses the call, because they would otherwise wait for this rank.
             refuse(parallel.key, str(error))
         raise
     if bounded is not None:
@@ -111,7 +112,7 @@ def attend(
     if attention_mask is not None and attention_mask.dim() == 3:
         bias_BHMS = attention_mask.unflatten(0, (-1, num_heads))[:, heads.start : heads.stop]
         return _attend_cached(query_BHMD, key_BGSD, value_BGSD, bias_BHMS, scaling), None
-    # A static cache gives more keys than queries. The keys beyond the queries are not written yet.
+    # Cut keys and values to the number of queries: in a static cache the rows beyond that are not written yet.
     num_rows = query_BHMD.shape[2]
     rows_BMHD = [x[:, :, :num_rows].transpose(1, 2) for x in (query_BHMD, key_BGSD, value_BGSD)]
     dilated: Any = partial(
@@ -146,7 +147,7 @@ def _attend_cached(
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, scale=scaling, enable_gqa=is_grouped
     )
-    # A query that no branch covers gets 0. Without this, torch's kernel may give NaN.
+    # Set the output of a query that no branch covers to 0, because torch's kernel may return NaN for such a query.
     is_uncovered = (bias == -torch.inf).all(-1, keepdim=True)
     return out.masked_fill(is_uncovered, 0).transpose(1, 2)
 
@@ -156,7 +157,7 @@ def _attend_padded(
 ) -> Tensor:
     """Attention over a batch with padding, (B, M, H, D), which is 0 at padding.
 
-    The entries of the batch are packed without their padding: each becomes a document of one sequence.
+    The entries of the batch are packed without their padding: each entry becomes a document of one sequence.
     """
     if not torch.compiler.is_compiling() and valid_BM.all():
         return dilated(*rows_BMHD)
@@ -172,7 +173,7 @@ def _attend_padded(
 
 
 def _check_one_document(valid_BM: Tensor, position_ids: Tensor | None) -> None:
-    """Raise ValueError if position_ids do not increase by 1 in some batch entry. The first one may be any number."""
+    """Raise ValueError if position_ids do not increase by 1 in some batch entry. They may begin with any number."""
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
         return
     resets = (position_ids.diff() != 1) & valid_BM[:, 1:] & valid_BM[:, :-1]
@@ -189,7 +190,7 @@ def _check_one_document(valid_BM: Tensor, position_ids: Tensor | None) -> None:
 def find_borders(position_ids: Tensor, batch: int, num_rows: int) -> Tensor | None:
     """The borders of packed documents in the flattened batch of B * M rows, int32.
 
-    A document begins wherever position_ids do not increase by 1. None if they always increase by 1.
+    A document begins wherever position_ids do not increase by 1. The result is None if they always increase by 1.
     """
     if position_ids.dim() != 2 or position_ids.shape[1] != num_rows:
         raise ValueError(
@@ -197,7 +198,7 @@ def find_borders(position_ids: Tensor, batch: int, num_rows: int) -> Tensor | No
             "which dilated attention reads where packed documents begin."
         )
     resets = position_ids.diff() != 1
-    if torch.compiler.is_compiling():  # a graph cannot branch on data, but it can assert
+    if torch.compiler.is_compiling():  # assert, because a graph cannot branch on data
         torch._assert_async(~resets.any(), PACKED_IN_COMPILED_CODE)
         return None
     if not resets.any():
@@ -255,7 +256,7 @@ def _check_mask(
 
 
 def _check_one_run(valid_BM: Tensor) -> None:
-    """Raise ValueError if a batch entry has padding between its tokens. Padding on either side of them is allowed."""
+    """Raise ValueError if a batch entry has padding between its tokens. Padding before or after them all is allowed."""
     starts = F.pad(valid_BM, (1, 0))[:, :-1].logical_not() & valid_BM
     if torch.compiler.is_compiling():
         torch._assert_async((starts.sum(1) <= 1).all(), PADDED_IN_COMPILED_CODE)
@@ -286,19 +287,19 @@ def make_mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> Tensor | None:
-    """The mask that `attend` takes, made once for all layers. It tells of padding, and of earlier rows in a cache.
+    """The mask that `attend` takes, made once for all layers. Its shape and dtype tell `attend` what a cache holds.
 
     None           There is no padding, and no cache holds earlier rows.
-    (B, M) bool    True at tokens, False at padding. No cache holds earlier rows. A static cache has more rows than M:
-                   the others are not written yet.
+    (B, M) bool    True at tokens, False at padding. No cache holds earlier rows. (A static cache has more than M rows,
+                   but the rows beyond M are not written yet.)
     (B, M) uint8   1 at tokens, 0 at padding. A BoundedCache holds earlier rows.
-    (H, M, S) or   A float mask that is added to the scores. Another cache holds earlier rows. An entry is log(n) if n
-    (B * H, M, S)  branches of the pattern let the query see the key: -inf for none, 0 for one, log 2 for two. The
-                   layout is that of torch's attention masks of three dims.
+    (H, M, S) or   A float mask that is added to the scores. A cache that is no BoundedCache holds earlier rows. An
+    (B * H, M, S)  entry is log(n) if n branches of the pattern let the query see the key: -inf for no branch, 0 for one
+                   branch, log 2 for two. The layout is that of torch's attention masks of three dims.
     """
     if attention_mask is not None and attention_mask.dim() != 2:
-        # Return a mask that is made already. With a static cache `generate` makes it, and the model's forward passes it
-        # to this function again.
+        # Return a mask that this function has made already: with a static cache `generate` calls this function, and the
+        # model's forward then passes the mask to this function again.
         return attention_mask
     is_bounded = (
         kv_length == q_length and not isinstance(q_offset, Tensor) and kv_offset == q_offset > 0
@@ -312,7 +313,7 @@ def make_mask(
             "self-attention; cross-attention and encoders with a cache are not supported."
         )
     if not is_own:
-        # called for its error: a config without a pattern is refused even if no mask is needed
+        # Raise ValueError for a config without a pattern, even if no mask is needed.
         pattern_of(config, is_causal=True)
     elif kv_length != q_length:
         raise ValueError(
@@ -364,7 +365,7 @@ def _counts(
     for i, branch in enumerate(pattern.branches):
         length, rate = branch.segment_length, branch.dilation_rate
         phases = [pattern.phase_of(i, head, num_heads) for head in range(num_heads)]
-        # A head that does not run this branch gets the phase -1, which no position has: it reads nothing.
+        # Give a head that does not run this branch the phase -1, so that it reads nothing: no position has phase -1.
         phases_H1 = torch.tensor([-1 if s is None else s for s in phases], device=query_BM.device)[
             :, None
         ]

@@ -26,13 +26,13 @@ class BoundedCache(Cache):
 
     For a branch of segment length w and dilation rate r the cache holds about w / r rows per key/value head and phase
     (see `DilatedCache`). Generation gives the same tokens as with transformers' own caches, which keep all positions.
-    Several calls of generate may continue one sequence. `reset()` begins a new one, with a batch of the same size.
+    Several calls of generate may continue one sequence. `reset()` begins a new sequence, with the same batch size.
 
     Args:
         model: a transformers model with dilated attention.
-        max_len: the largest number of positions in a sequence, if it is known. No buffer is larger.
-        keep: how many positions `crop` can take back after a segment has ended. Assisted generation and prompt lookup
-            need as many as a draft has tokens.
+        max_len: the largest number of positions in a sequence, if it is known. No buffer has more rows.
+        keep: `crop` can always remove this many of the newest positions, even if that reopens a segment that was
+            complete. Assisted generation and prompt lookup need the number of tokens of a draft.
 
     Raises:
         ValueError: for a model without a pattern. Also for Phi-3 and Phi-MoE, unless `max_len` is at most their
@@ -60,8 +60,8 @@ class BoundedCache(Cache):
 
 
 class BoundedLayer(CacheLayerMixin):
-    """The cache of one layer. transformers calls `update`, which stores nothing: it attaches the layer to the new keys.
-    The attention function finds the layer there, and calls `attend`, which stores the keys and values."""
+    """The cache of one layer. transformers calls `update`, which stores nothing, but attaches this object to the new
+    keys. The attention function finds the object there, and calls `attend`, which stores the keys and values."""
 
     is_sliding = False
     is_croppable = True
@@ -74,7 +74,7 @@ class BoundedLayer(CacheLayerMixin):
         self.num_positions = 0  # the positions in the cache, padding included
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing. The first `attend` allocates the buffers, since it knows which heads this rank has."""
+        """Do nothing. The first `attend` allocates the buffers, because `attend` knows which heads this rank has."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -121,7 +121,7 @@ class BoundedLayer(CacheLayerMixin):
         )
         if valid_BM is None or valid_BM.all():
             out = attend(*rows_BMHD)
-        else:  # move each entry's tokens before its padding; move the output's rows back
+        else:  # move each entry's tokens before its padding, then move the output's rows back
             first_B1 = valid_BM.int().argmax(1, keepdim=True)
             places_M = torch.arange(num_rows, device=valid_BM.device)
             moved_BMHD = [_taken(x, (places_M + first_B1) % num_rows) for x in rows_BMHD]
@@ -134,7 +134,7 @@ class BoundedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The number of keys in a mask, and the position of the first key. Only the new rows are counted as keys.
 
-        So the keys begin at the same position as the queries. By this `make_mask` recognises a BoundedCache.
+        So the keys begin at the same position as the queries, which tells `make_mask` that there is a BoundedCache.
         """
         return query_length, self.num_positions
 
@@ -150,7 +150,7 @@ class BoundedLayer(CacheLayerMixin):
             self.cache.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last positions. transformers passes their number as a negative number."""
+        """Remove the last positions. transformers passes the number of positions as a negative number."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass minus the number of positions to take back."

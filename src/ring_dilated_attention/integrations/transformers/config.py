@@ -11,15 +11,15 @@ from ...pattern import DilatedPattern
 
 NAME = "dilated"
 FIELD = "dilated_attention"
-# Names of attention functions for tiny copies, small models that are run to check a model. `check_model` uses the first
-# two, and `check_ranks` the third.
+# Names of attention functions for tiny copies (small models that are run to check a model). `check_model` uses SEEN and
+# ALONE, `check_ranks` uses REPLAYED.
 SEEN = "dilated_seen"
 ALONE = "dilated_alone"
 REPLAYED = "dilated_replayed"
-# The name under `context_parallel` if a model keeps the attention that it was trained with.
+# The name of the attention under `context_parallel` if a model keeps the attention that it was trained with.
 AS_TRAINED = "as_trained"
-LISTS = {"segment_lengths", "dilation_rates"}
-# is_causal is left out: the model decides whether its attention is causal.
+LISTS = {"segment_lengths", "dilation_rates"}  # the keys that a pattern in a config must have
+# The keys of a pattern in a config. `is_causal` is left out, because the model decides whether attention is causal.
 FIELDS = {item.name for item in fields(DilatedPattern)} - {"is_causal"}
 
 
@@ -48,8 +48,8 @@ class PatternField:
                 f"{type(config).__name__}(..., {FIELD}=pattern)."
             )
         config.__dict__[FIELD] = to_fields(value)
-        config.__dict__["attn_implementation"] = NAME  # the name that is saved in config.json
-        # Choose the attention that is computed. The key "" means this config, and none of its sub-configs.
+        config.__dict__["attn_implementation"] = NAME  # config.json saves this name
+        # Choose the attention that is computed. The key "" stands for this config without its sub-configs.
         config._attn_implementation = {"": NAME}
 
 
@@ -75,14 +75,15 @@ def layer_pattern(config: Any, window: int | None, *, is_causal: bool) -> Dilate
     Otherwise the model keeps its own attention, and the pattern is the layer's window. Without a window it is dense
     attention.
 
-    window: as transformers passes it: a query sees the keys less than `window` positions away.
+    window: the window as transformers passes it: a query sees the keys less than `window` positions away.
     """
     if not is_as_trained(config):
         return pattern_of(config, is_causal=is_causal)
     if not window:
         return _made({**DENSE, "is_causal": is_causal})
     if not is_causal:
-        # In a DilatedPattern that is not causal, a query sees the keys at most window // 2 positions away.
+        # Convert the window, because in a DilatedPattern that is not causal a query sees the keys at most window // 2
+        # positions away.
         window = max(2 * (window - 1), 1)
     return _made({**WINDOWED, "window": window, "is_causal": is_causal})
 
@@ -101,7 +102,7 @@ DENSE = DilatedPattern.dense().as_dict()
 WINDOWED = DilatedPattern.sliding(1).as_dict()
 
 
-# The patterns made so far, by their fields. Compiled code cannot make a pattern, but can read one from this dict.
+# The patterns made so far, by their fields. Compiled code reads patterns from this dict, because it cannot make any.
 _patterns: dict[tuple, DilatedPattern] = {}
 
 
@@ -125,6 +126,6 @@ def to_fields(value: Any) -> dict[str, Any]:
     values = value.as_dict()
     del values["is_causal"]
     for is_causal in (False, True):
-        # Make the pattern now, since compiled code cannot make one.
+        # Make the pattern now, because compiled code cannot make a pattern.
         pattern_of(SimpleNamespace(**{FIELD: values}), is_causal=is_causal)
     return values

@@ -47,7 +47,7 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
     Args:
         model: a PreTrainedModel that takes its attention from transformers' attention interface.
         pattern: a DilatedPattern, or a dict of its arguments as in config.json. The model decides whether its attention
-            is causal: is_causal=False fits any model; True needs a causal one.
+            is causal: is_causal=False fits any model; is_causal=True needs a causal model.
 
     Raises:
         ValueError: for a model that cannot be converted. The model is then unchanged.
@@ -81,7 +81,7 @@ def check_as_trained(model: Any) -> None:
 def switch_attention(model: Any, name: str) -> list[tuple[Any, str]]:
     """Switch a model to the attention that transformers knows by this name.
 
-    Returns the model's configs, each with the name of the attention that it had before. Raises ValueError if the model
+    Returns pairs (a config of the model, the name of the attention that it had before). Raises ValueError if the model
     does not switch.
     """
     configs = [child.config for child in model.modules() if isinstance(child, PreTrainedModel)]

@@ -1,5 +1,5 @@
 """Context parallelism for models of transformers, also under its Trainer. Every rank is given the whole sample, and
-computes its shard of it.
+computes its shard of the sample.
 
 The loss of a shard is summed slice by slice: T rows of a slice, E width of hidden states.
 """
@@ -24,7 +24,7 @@ from .probe_ranks import check_ranks
 from .sample import IGNORED_LABEL, label_shift, no_loss, whole_sample
 
 OWN_LABEL = 0  # the label of the row on which a model's own loss is checked
-# The rope_types of rotary embeddings whose angles depend on the largest position of a call.
+# Values of `rope_type` of rotary embeddings whose angles depend on the largest position of a call.
 BY_LENGTH = {"dynamic", "longrope"}
 
 
@@ -78,13 +78,13 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     try:
         if parallel.world_size > 1:
             check_ranks(model, ShardedForward)
-    except BaseException:  # also after Ctrl-C the model must be as before
+    except BaseException:  # Ctrl-C too must leave the model as it was
         handle.remove()
         raise
     return handle
 
 
-SHARDED = "sharded_forward"
+SHARDED = "sharded_forward"  # the attribute of a model that holds its ShardedForward
 
 
 class ShardedForward:
@@ -92,24 +92,25 @@ class ShardedForward:
 
     The decoder computes the hidden states of this rank's rows. The loss takes some rows at a time: a slice. To get the
     logits of a slice, the model's forward is called once more, with a decoder that only returns the slice's hidden
-    states. So the model changes its logits as it always does: NanoChat caps them, Cohere scales them.
+    states. So the model changes its logits as it always does (NanoChat caps its logits, Cohere scales its logits).
     """
 
     def __init__(self, model: Any, parallel: ContextParallel) -> None:
         self.parallel, self.model = parallel, model
         self.parameters = inspect.signature(model.forward)
         self.shard: dict[str, Any] = {}  # the arguments of the forward for this rank's shard
-        # the labels of this rank's shard; None if a forward has no labels, and between forwards
+        # The labels of this rank's shard. None if the forward has no labels, and between forwards.
         self.labels: Tensor | None = None
         self.num_labels: int | Tensor = 0  # the number of labels in the whole sample
         self.local_sum: Any = None  # the sum of the losses of this rank's labels
         self.largest_position: Any = None  # the largest position of the whole sequence
-        # If `context_parallel` switched the model to AS_TRAINED: each config, and its attention before that.
+        # Pairs (config, name of its attention before `context_parallel` switched the model to AS_TRAINED). Empty if it
+        # did not switch.
         self.attention_before: list[tuple[Any, str]] = []
         self.attention = model.config._attn_implementation  # the attention that forwards must have
         decoder = model.get_decoder()
         if not isinstance(decoder, PreTrainedModel):
-            # ModernBERT's get_decoder() returns the model's last layer.
+            # Do not use what ModernBERT's get_decoder() returns, which is the model's last layer.
             decoder = model.base_model
         [self.decoder] = [name for name, module in model.named_modules() if module is decoder]
         self.hooks = [
@@ -119,7 +120,7 @@ class ShardedForward:
         ]
         for name, module in model.named_modules():
             rope_types = getattr(module, "rope_type", None)
-            if not isinstance(rope_types, dict):  # a dict has one rope_type for each type of layer
+            if not isinstance(rope_types, dict):  # a dict has a rope_type for each type of layer
                 rope_types = {"": rope_types}
             if BY_LENGTH.intersection(rope_types.values()):
                 self.hooks.append(
@@ -142,24 +143,24 @@ class ShardedForward:
     def before(
         self, model: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """Replace the arguments of a forward, the whole sample, by this rank's shard of them.
+        """Replace the whole sample in the arguments of a forward by this rank's shard of the sample.
 
-        If there are labels, they are replaced by labels for two rows, of which only the second has one. From these two
-        rows the model computes a loss of its own, which `after` checks.
+        Replace labels by labels for two rows, the first of which is to be ignored. From these two rows the model
+        computes a loss of its own, which `after` checks.
         """
         with self.parallel.ranks.refusing():
             check_meshes(model, self.parallel)
             _refuse_switched(model, self.attention)
             if self.parallel.world_size > 1:
                 _refuse_noise(model)
-            self.parameters.bind(*args, **kwargs)  # refuses unknown arguments of the forward
+            self.parameters.bind(*args, **kwargs)  # raises TypeError for unknown arguments
             arguments = {**dict(zip(self.parameters.parameters, args, strict=False)), **kwargs}
             arguments = {name: value for name, value in arguments.items() if value is not None}
             sample = whole_sample(self.model, self.parallel, arguments)
         self.num_labels = sample.num_labels
         self.largest_position = sample.tensors["position_ids"].max()
         shard: dict[str, Any] = self.parallel.shard_batch(sample.tensors)
-        # Register `sum_loss` anew, so that it runs after the hooks of FSDP2 and ZeRO 3, which watch hidden states too.
+        # Register `sum_loss` anew, so that `sum_loss` runs after the hooks of FSDP2 and ZeRO 3 on the decoder.
         self.hooks[0].remove()
         self.hooks[0] = model.get_submodule(self.decoder).register_forward_hook(self.sum_loss)
         self.labels = shard.pop("labels", None)
@@ -192,7 +193,7 @@ class ShardedForward:
     def join(self, pooler: nn.Module, args: tuple) -> tuple:
         """Replace the rows that a pooler is given, (B, N, E), by the rows of all ranks.
 
-        Other inputs stay. (A pooler that is given one row of each sequence is refused by `check_ranks`.)
+        Other inputs are not replaced. (`check_ranks` refuses a pooler that is given one row of each sequence.)
         """
         return (self.parallel.unshard(args[0]), *args[1:]) if args and args[0].dim() == 3 else args
 
@@ -200,8 +201,8 @@ class ShardedForward:
     def sum_loss(self, decoder: nn.Module, args: tuple, output: Any) -> Any:
         """Sum the loss over this rank's rows, and keep the sum for `after`.
 
-        Returns the decoder's output with two rows in place of all. The model then computes a loss of these two rows,
-        which `after` checks.
+        Returns the decoder's output with two rows in the place of all rows. The model then computes a loss of these two
+        rows, which `after` checks.
         """
         if self.labels is None:
             return output
@@ -217,11 +218,11 @@ class ShardedForward:
     def _loss(
         self, arguments: dict[str, Any], output: Any, hidden_TE: Tensor, labels_T: Tensor
     ) -> Tensor:
-        """The sum of the cross-entropies of a slice. The model's forward makes its logits from its hidden states."""
+        """The sum of the cross-entropies of a slice, whose logits the model's forward makes from `hidden_TE`."""
         output = replace(output, last_hidden_state=hidden_TE[None])
         model = _with(self.model, self.decoder, lambda *_, **__: output)
         output = type(self.model).forward(model, **arguments)
-        if not hasattr(output, "logits"):  # BertForPreTraining has none of this name
+        if not hasattr(output, "logits"):  # the output of BertForPreTraining has no `logits`
             raise no_loss(self.model)
         logits = output.logits.flatten(0, -2)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -229,9 +230,9 @@ class ShardedForward:
 
     @torch.compiler.disable
     def after(self, model: nn.Module, args: tuple, output: Any) -> Any:
-        """Replace the model's loss, which is that of one label, by the loss of the whole sample.
+        """Replace the model's loss, which is the loss of one label, by the loss of the whole sample.
 
-        The model's loss is only checked: it must be the cross-entropy of this label.
+        The model's loss must be the cross-entropy of this label, which is checked.
         """
         if self.labels is None:
             return output
@@ -289,7 +290,7 @@ def _refuse_noise(model: Any) -> None:
 def _with(module: Any, path: str, new: Any) -> Any:
     """A second module with the parameters and attributes of `module`, in which the submodule at `path` is `new`.
 
-    Parameters are shared, not copied. `copy.copy` is not used, since FSDP2's modules refuse it.
+    Parameters are shared, not copied. `copy.copy` is not used, because FSDP2's modules refuse `copy.copy`.
     """
     name, _, rest = path.partition(".")
     if rest:

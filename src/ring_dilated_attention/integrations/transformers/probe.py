@@ -31,15 +31,17 @@ from .config import ALONE, FIELD, NAME, SEEN, is_as_trained, pattern_of
 # The number of positions in a copy's input, and the positions at which the input is changed.
 ROWS, PLACES = 8, (4, 0, -1)
 WHOLE = DilatedPattern.dense()
-# The largest values of these config fields in a copy. Smaller values change widths, and not the structure.
+# The largest values of config fields in a copy, by regular expressions of the fields' names. Smaller values make a copy
+# narrower, but do not change its structure.
 NARROW = {
     r"vocab_size|ffn_dim|d_ff|embedding_size|\w*intermediate_size": 64,
     r"(n|moe_num|num)_\w*experts": 32,
 }
-# The largest windows in a copy of a model that keeps its own attention: shorter than ROWS.
+# The largest windows in a copy of a model that keeps its own attention. Windows must be shorter than ROWS, so that they
+# have an effect.
 WINDOWS = {r"\w*sliding_window|local_attention": 4}
 MOST = 200_000_000  # the largest number of parameters of a copy; the copy of Qwen3-30B-A3B has 190 million
-# What a model may raise if it cannot run with any attention but its own.
+# The errors that a model may raise if it cannot run with any attention but its own.
 FAILURES: tuple[type[Exception], ...] = (
     ArithmeticError,
     AssertionError,
@@ -48,7 +50,7 @@ FAILURES: tuple[type[Exception], ...] = (
     LookupError,
 )
 FAILURES += (RuntimeError, TypeError, ValueError, StrictDataclassError)
-Trace = dict[str, tuple[Tensor | None, Tensor]]
+Trace = dict[str, tuple[Tensor | None, Tensor]]  # by module name: input and output (`_trace`)
 
 
 @cache
@@ -59,7 +61,7 @@ def watch_models() -> None:
 
 def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """Check a model when it gets its first child: its class and config are known by then."""
-    # isinstance is not used: it may read attributes, and a module of another class may have none yet.
+    # Use no isinstance, because it may read attributes, and a module of another class may have no attributes yet.
     if not issubclass(type(module), PreTrainedModel) or module._modules:
         return
     config = module.__dict__.get("config")
@@ -67,7 +69,7 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     if asked == NAME:
         check_model(type(module), module.config)
     elif getattr(config, FIELD, None) is not None and asked in ("sdpa", "eager"):
-        # This model is a part of a larger one, which has set another attention for this part.
+        # Refuse the part of a larger model, for which the larger model has set another attention.
         raise ValueError(
             f"{type(module).__name__} would have attn_implementation={asked!r}, and its config has a pattern. Pass "
             f"attn_implementation={NAME!r} (for a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
@@ -77,7 +79,7 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
 def attend_seen(
     module: nn.Module, query_BHMD: Tensor, *args: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """`attend` for tiny copies. It also stores the number of rows in the module that calls it, as a mark."""
+    """`attend` for tiny copies, which also sets the attribute SEEN of the calling module to the number of rows."""
     setattr(module, SEEN, query_BHMD.shape[2])
     return attend(module, query_BHMD, *args, **options)
 
@@ -103,10 +105,10 @@ def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
     if isinstance(heads, int) and not is_as_trained(config):
         pattern = pattern_of(config, is_causal=True)
         pattern.check_heads(heads, getattr(config, "num_key_value_heads", None) or heads)
-    key = kind, repr(config.to_dict())  # not JSON, which cannot hold all that users put in configs
+    key = kind, repr(config.to_dict())  # JSON could not encode all that users put in configs
     if key not in _causal:
-        # Some of transformers' classes do not run by themselves: their base model is tried next. For a user's class no
-        # base is tried, since the class may compute something else.
+        # Also try the base model of a class of transformers, because some of these classes do not run by themselves.
+        # For a user's class do not try the base model, because the class may compute something else.
         base = (
             MODEL_MAPPING.get(type(config), ())
             if kind.__module__.startswith("transformers.")
@@ -126,8 +128,8 @@ _causal: dict[tuple[type, str], bool] = {}
 def for_copies(name: str) -> Iterator[None]:
     """The context in which copies are made and run: on the CPU, in float32, without autocast and without gradients.
 
-    A model may be checked while its user makes it on the device "meta", in another dtype or under autocast: none of
-    this applies to its copy. torch's random numbers are the same afterwards as without the copies.
+    A model may be checked while its user makes the model on the device "meta", in another dtype or under autocast, but
+    its copy must have none of these settings. Making and running copies changes no later random numbers of torch.
     """
     with ExitStack() as stack:
         here = (
@@ -144,7 +146,7 @@ def for_copies(name: str) -> Iterator[None]:
 
 
 def _why_another(config: Any) -> str | None:
-    """Why this config excludes dilated attention, or None."""
+    """Why this config excludes dilated attention, or None if it does not."""
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         return "adds ALiBi's biases to its scores: torch's kernels have none."
     inner = sorted(name for name in config.sub_configs if getattr(config, name, None) is not None)
@@ -180,7 +182,7 @@ def _why_another(config: Any) -> str | None:
 
 
 class UnfitError(ValueError):
-    """A copy ran, and showed that dilated attention cannot replace the model's."""
+    """Raised if a copy runs, and shows that dilated attention cannot replace the model's attention."""
 
 
 def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
@@ -211,7 +213,8 @@ def _check_copy(name: str, model: Any) -> bool:
     whole, modules = _trace(model, SEEN), dict(model.named_modules())
     callers = {at: module for at, module in modules.items() if hasattr(module, SEEN)}
     other = _past_ours(model, callers)
-    # Find an attention module that does not call our attention: it is in no module that calls it, and contains none.
+    # Find an attention module that does not call our attention: a module that neither contains a module of `callers`
+    # nor is contained in a module of `callers`.
     if other is None:
         inside = tuple(f"{caller}." for caller in callers)
         named = [
@@ -258,28 +261,29 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
         if x is None or y is None or x.dim() != 2 or x.shape[1] != rows or x.shape != y.shape:
             return False
         change_N = (x - y).abs().amax(0)
-        # Smaller changes are taken for rounding: otherwise experts of a large model would seem to mix positions.
+        # Take changes below `rounding` for rounding, because experts of a large model would otherwise seem to mix
+        # positions.
         rounding = 1e-5 * y.abs().max()
         return int((change_N > (1e-3 * change_N.max()).clamp(min=rounding)).sum()) > 1
 
     before = _trace(model, ALONE)
     for after in (_trace(model, ALONE, place) for place in PLACES):
         for at, (given, output) in before.items():
-            # a module may be missing in `after`: an expert may run for the unchanged input only
+            # Skip a module that is missing in `after`, such as an expert that ran for the unchanged input only.
             if at in after and meet(output, after[at][1]) and not meet(given, after[at][0]):
                 return at
     return None
 
 
 def _trace(model: Any, attention: str, changed: int | None = None) -> Trace:
-    """Run a copy. Returns by module name the module's first input tensor and first output tensor.
+    """Run a copy. Returns, by name of a module, the module's first input tensor and first output tensor.
 
     Modules come in the order in which they finish.
 
     Args:
         attention: the name of an attention function in transformers' interface, such as SEEN.
-        changed: the position at which the input is changed; None changes nothing. A model of tokens gets another token
-            there. In other models the input of the first layer is changed.
+        changed: the position at which the input is changed, or None to change nothing. A model of tokens gets another
+            token at this position. In other models the input of the first layer is changed.
     """
     found: Trace = {}
 
@@ -328,7 +332,7 @@ def first_tensor(nested: Any) -> Tensor | None:
 def tiny_copy(kind: type, config: Any) -> Any:
     """A small model of this class, with random weights.
 
-    It has at most 4 heads, of the same width as before. Its other sizes are at most those in NARROW.
+    The copy has at most 4 heads, as wide as the model's. Its other sizes are at most the sizes in NARROW.
     """
     config = copy.deepcopy(config)
     heads, hidden = (
@@ -355,11 +359,11 @@ def tiny_copy(kind: type, config: Any) -> Any:
     if size > MOST:
         raise ValueError(f"it cannot be made small, and would have {size:,} parameters")
     model = kind(config).float().eval()
-    # under accelerate's init_empty_weights parameters are made on "meta"
+    # Move parameters from "meta" to the CPU: accelerate's init_empty_weights makes parameters on "meta".
     model._apply(lambda x: torch.empty_like(x, device="cpu") if x.is_meta else x)
-    # Only the CPU's generator is seeded: `for_copies` does not restore the generators of GPUs.
+    # Seed only the CPU's generator, because `for_copies` does not restore the generators of GPUs.
     torch.default_generator.manual_seed(0)
-    for parameter in model.parameters():  # within from_pretrained they are not initialised
+    for parameter in model.parameters():  # from_pretrained does not initialise parameters
         parameter.normal_(
             std=parameter[0].numel() ** -0.5
         ) if parameter.dim() > 1 else parameter.uniform_(0.5, 1)
@@ -372,7 +376,7 @@ def inputs_of_copy(model: Any, changed: int | None) -> dict[str, Tensor]:
         special = {value for field, value in vars(config).items() if field.endswith("_token_id")}
         ids = ([x for x in range(config.vocab_size) if x not in special] * ROWS)[-ROWS:]
         if changed is not None:
-            # take the neighbour's token: it is another one, even in the smallest vocabulary
+            # Take the neighbour's token, which is another token even in the smallest vocabulary.
             ids[changed] = ids[changed ^ 1]
         return {name: torch.tensor([ids])}
     side = getattr(config, "image_size", 32)

@@ -1,11 +1,12 @@
 """Checks that ranks compute the same function of a transformers model as one device, by running a tiny copy.
 
 1. The copy is given the whole input. The output of each attention call is kept.
-2. The copy is given the first half of the input, then the second, as two ranks would be. Attention does not compute
-   anything: it returns the same half of the output that was kept.
+2. The copy is given the first half of the input, then the second half, as two ranks would be. Attention computes
+   nothing, but returns the first or second half of the output that was kept.
 
-The results differ only if the model uses the whole input outside of attention. Examples are rotary angles that depend
-on the length, a mean over all rows, and a head that takes the last row.
+The results of step 2 differ from the halves of the result of step 1 only if the model uses the whole input outside of
+attention. Examples are rotary angles that depend on the length, a mean over all rows, and a head that takes the last
+row.
 
 B batch, H query heads, G key/value heads, M rows, D head dim.
 """
@@ -26,10 +27,10 @@ from .config import REPLAYED
 from .probe import FAILURES, ROWS, UnfitError, first_tensor, for_copies, inputs_of_copy, tiny_copy
 
 NUM_RANKS = 2
-# Some rotary embeddings change their angles beyond a length in the config. In a copy this length is SHORT: the whole
-# input is longer, and a half is shorter.
+# In a copy, the length beyond which some rotary embeddings change their angles. The whole input is longer than SHORT,
+# and a half of the input is shorter.
 SHORT = ROWS * 3 // 4
-_fit: set[tuple[type, str, bool]] = set()
+_fit: set[tuple[type, str, bool]] = set()  # the models that `check_ranks` has found to fit
 
 
 def check_ranks(model: Any, sharded: Callable[[Any, Any], Any]) -> None:
@@ -81,14 +82,14 @@ def _shortened(config: Any) -> Any:
 
 
 class Recording(ContextParallel):
-    """A ContextParallel of one rank with the whole input. It keeps the inputs and the output of each attention call."""
+    """A ContextParallel of one rank with the whole input, which keeps the inputs and output of each attention call."""
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
         ranks = Ranks(cut_of(num_ranks, "contiguous", 1, None))
         ranks.rank, ranks.world_size = rank, num_ranks
         self.group = None
         self._take(ranks, "ring")
-        # the query, key, value and output of each attention call
+        # The query, key, value and output of each attention call.
         self.calls: list[tuple[Tensor, ...]] = []
         self.joined: list[Tensor] = []  # the tensors that `unshard` was given
 
@@ -107,7 +108,7 @@ class Recording(ContextParallel):
 class Replaying(Recording):
     """The ContextParallel of a rank with one half of the input.
 
-    Its attention computes nothing. It returns this rank's half of the output that `whole` kept.
+    `attend` computes nothing, but returns this rank's half of the output that `whole` kept.
     """
 
     def __init__(self, rank: int, whole: Recording) -> None:
@@ -131,7 +132,7 @@ class Replaying(Recording):
 
 
 class OtherRowsError(Exception):
-    """A rank's attention is given rows that are not its half of the rows on one device."""
+    """Raised if a rank's attention is given rows that are not its half of the rows on one device."""
 
 
 def attend_replayed(
@@ -160,7 +161,7 @@ def _check_halves(name: str, model: Any, sharded: Callable[[Any, Any], Any]) -> 
     for rank in range(NUM_RANKS):
         outputs, result = _run(model, Replaying(rank, whole), inputs, sharded)
         for module, output in outputs.items():
-            # None if this module ran for the half only, as an expert may
+            # `all_rows` is None if the module, such as an expert, ran for the half only.
             all_rows = whole_outputs.get(module)
             if all_rows is None or all_rows.dim() != 2 or all_rows.shape[1] != ROWS:
                 continue

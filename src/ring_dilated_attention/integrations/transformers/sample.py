@@ -12,10 +12,10 @@ from ...ranks.context import ContextParallel
 from .attention_function import find_borders
 
 IGNORED_LABEL = -100  # transformers and torch ignore this label
-# Losses that compare a position with its own label, not with the label of the next position.
+# Values of `loss_type` for losses that compare a position with its own label, not with the next position's label.
 TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
-# Arguments that the forward of a shard is not given. Some are replaced, some tell the same as cu_seq_lens_q, and the
-# others do not apply to a shard.
+# Arguments that are not passed on to the forward of a shard, because `ShardedForward` passes other values, because
+# cu_seq_lens_q says the same, or because the argument does not apply to a shard.
 DROPPED = {
     "attention_mask",
     "cu_seq_lens_q",
@@ -27,9 +27,9 @@ DROPPED = {
     "return_dict",
     "seq_idx",
 }
-# The arguments by which a model is given a cache: the first since transformers 5.24, the others before.
+# The arguments by which a model is given a cache: "cache" since transformers 5.24, the other two before 5.24.
 CACHES = {"cache", "past_key_values", "cache_params"}
-CUT = ("input_ids", "token_type_ids", "position_ids")
+CUT = ("input_ids", "token_type_ids", "position_ids")  # arguments that are cut into shards
 LABELS = ("labels", "shift_labels")
 
 
@@ -38,7 +38,7 @@ class Sample(NamedTuple):
 
     tensors: dict[str, Tensor]  # the tensors that are cut into shards
     others: dict[str, Any]  # arguments that are passed on as they are
-    # the number by which the summed loss of the whole sample is divided
+    # The number by which the summed loss of the whole sample is divided.
     num_labels: int | Tensor
 
 
@@ -92,7 +92,7 @@ def whole_sample(model: Any, parallel: ContextParallel, arguments: dict[str, Any
 
 
 def label_shift(model: Any) -> int:
-    """1 if the model's loss compares a position with the label of the next one, and 0 if with its own label.
+    """1 if the model's loss compares a position with the next position's label, 0 if with the position's own label.
 
     Raises ValueError for a model whose loss is no sum over positions.
     """
@@ -111,7 +111,7 @@ def no_loss(model: Any) -> ValueError:
 
 
 def _positions_of_model(model: nn.Module, ids: Tensor) -> Tensor:
-    """The positions that the model would count: from 0, but in RoBERTa and its like from padding_idx + 1."""
+    """The positions that the model would count: from 0, but from padding_idx + 1 in RoBERTa and models like it."""
     for module in model.modules():
         embeddings = getattr(module, "position_embeddings", None)
         padding = getattr(embeddings, "padding_idx", None)
@@ -122,7 +122,7 @@ def _positions_of_model(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _refuse_padding(mask: Tensor | None, labels: Tensor | None, model: Any) -> None:
-    """Raise ValueError for padding that other positions would see. They see none on the right in a causal model."""
+    """Raise ValueError for padding that other positions would see. In a causal model they see no padding on the right."""
     if mask is None:
         return
     is_valid = mask.bool()
@@ -143,7 +143,7 @@ def _refuse_padding(mask: Tensor | None, labels: Tensor | None, model: Any) -> N
 def _count(labels: Tensor, num_items: int | Tensor | None) -> int | Tensor:
     """The number by which the loss is divided: num_items, which a trainer passes, or else the number of labels."""
     num_labels = int((labels != IGNORED_LABEL).sum())
-    least = min(num_labels, 1)  # without a label the loss is 0
+    least = min(num_labels, 1)  # 0 if there is no label, because the loss is then 0
     count = num_labels if num_items is None else num_items
     if not least <= count < math.inf:
         raise ValueError(f"num_items_in_batch={count}: the mean of a loss needs one item at least.")

@@ -68,7 +68,7 @@ class SameSample:
 
         A group is the ranks that share a sequence. Groups are ordered by their lowest ranks.
         """
-        # Only Trainer needs accelerate, so it is imported here.
+        # Import accelerate only here, because only users of Trainer need accelerate.
         from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 
         parallel = self._sharded().parallel
@@ -88,9 +88,9 @@ class SameSample:
         )
 
     def _evaluated(self, loader: Any) -> Any:
-        """The loader. Raises ValueError if its last batch would be smaller than the others.
+        """The loader. Raises ValueError if its last batch would be smaller than the batches before.
 
-        Trainer would weigh such a batch as if each rank of a group had samples of its own.
+        Trainer would weigh such a last batch as if each rank of a group had samples of its own.
         """
         if (
             self._sharded().parallel.world_size > 1
