@@ -296,7 +296,7 @@ def valid_lengths(mask_BN: Tensor, batch: int, num_positions: int) -> Tensor:
             f"key_padding_mask has shape {shape}, the inputs need ({batch}, {num_positions})"
         )
     if mask_BN.is_floating_point():
-        # Accept floats 0 and -inf, into which nn.TransformerEncoderLayer turns its bool mask.
+        # Accept a mask of 0 and -inf, into which nn.TransformerEncoderLayer turns its bool mask.
         if not ((mask_BN == 0) | (mask_BN == -math.inf)).all():
             raise ValueError(
                 "key_padding_mask is a float mask with values other than 0 and -inf: pass a bool mask"

@@ -179,7 +179,8 @@ def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: boo
                     "process_group out, which takes all ranks."
                 )
         if isinstance(child, FSDPModule):
-            child.reshard()  # because parameters may be plain tensors after a forward without a backward
+            # Make parameters DTensors: after a forward without a backward they may be plain tensors.
+            child.reshard()
         if isinstance(child, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)):
             wrappers.append(child)
     if not sharing or by_hand:

@@ -17,7 +17,7 @@ from .multihead import MultiheadDilatedAttention
 from .padded import ValidRows
 from .rotary import RotaryTable, check_positions
 
-MOST_COLUMNS = 1000  # of the picture that `draw_influence` writes
+MOST_COLUMNS = 1000  # the most columns of a picture of `draw_influence`
 
 
 def attention_weights(

@@ -160,7 +160,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         """A module that holds some of this module's query heads, with copies of the parameters' rows and columns."""
         if len(self.heads_held) < self.num_heads:
             raise ValueError(
-                f"this module has {self.heads_held} of {self.num_heads} heads: call `held` of one with all heads"
+                f"this module has {self.heads_held} of {self.num_heads} heads: call `held` of a module with all heads"
             )
         weight = self.in_proj_weight
         module = MultiheadDilatedAttention(
@@ -398,7 +398,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
             )
         if is_causal and not self.pattern.is_causal:
             raise ValueError(
-                "is_causal=True, but the pattern has is_causal=False: leave it out, or change the pattern"
+                "is_causal=True, but the pattern has is_causal=False: leave is_causal out, or change the pattern"
             )
         if key_padding_mask is None:
             return

@@ -277,8 +277,7 @@ class LongNetLM(nn.Module):
         labels_BN = self._labels(tokens_BN, documents)
         hidden_BNE = self._hidden(tokens_BN, documents, cu_seqlens)
         num_rows = loss_slice_rows(self.config.vocab_size)
-        # On a rank without positions `local_sum` is 0, but still depends on every parameter, so that every parameter
-        # gets a gradient.
+        # Compute `local_sum` also on a rank without positions, where it is 0, so that every parameter gets a gradient.
         local_sum = sum_in_slices(self._cross_entropy, hidden_BNE, labels_BN, num_rows)
         if self.parallel is not None:
             local_count = (labels_BN != IGNORED_LABEL).sum()
@@ -373,7 +372,7 @@ def shift_left(
     for spans, record in zip(shards, records, strict=True):
         for span, first_B in zip(spans, record, strict=False):
             firsts[span.start] = first_B
-    shifted = x.roll(-1, dims=1)  # right at all positions but the last of each span
+    shifted = x.roll(-1, dims=1)  # wrong only at the last position of each span
     for row, span in zip(first_rows(shard), shard, strict=False):
         last = row + span.stop - span.start - 1
         shifted[:, last] = firsts[span.stop].to(x) if span.stop in firsts else fill

@@ -48,7 +48,7 @@ class LongNetConfig:
         pattern = self.pattern
         object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
         object.__setattr__(self, "dilation_rates", pattern.dilation_rates)
-        with_defaults = ("num_kv_heads", "ffn_dim")  # None is allowed in these fields
+        with_defaults = ("num_kv_heads", "ffn_dim")  # fields that may be None
         for name in ("vocab_size", "num_layers", "embed_dim", "num_heads", *with_defaults):
             number = getattr(self, name)
             if number is None and name in with_defaults:

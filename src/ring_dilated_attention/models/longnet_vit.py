@@ -26,7 +26,7 @@ from .torchscale.networks import LongNetEncoder
 DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
 FEWEST_CROWDED = 16  # `crowded` does not warn of fewer tiles, which may rightly lie in few cells
-# The limit is so large because a square slide then has at most 2**62 tiles, the longest segment that a pattern takes.
+# With this limit a square slide has at most 2**62 tiles, which is the longest segment that a pattern takes.
 MOST_TILES_OF_A_SIDE = 2**31
 
 
@@ -234,7 +234,7 @@ class LongNetViT(nn.Module):
         num_tiles = self._check(x, coords, all_layer_embed)
         if self.parallel is None:
             warn_of_forgotten_parallel(num_tiles)  # `num_tiles` does not count the class token
-        # Take an empty slice of the class token on ranks that do not hold its position, so that the class token has a
+        # Take an empty slice of the class token on ranks that do not hold position 0, so that the class token has a
         # gradient on these ranks too.
         class_token = self.cls_token.expand(len(x), -1, -1)[:, : self._num_class]
         positions = self._positions(cells_of(coords, self.tile_size))
@@ -296,7 +296,7 @@ class LongNetViT(nn.Module):
         }
         tile_counts = ranks.handshake(num_own, fields, failure)
         ranks.warn_of_uneven(tile_counts)
-        # Tell `warn_of_uneven` of later calls that rank 0 has one position more than tiles: the class token.
+        # Prevent a warning in attention, where rank 0 has one position more than tiles: the class token.
         ranks.expect_lengths((tile_counts[0] + 1, *tile_counts[1:]))
         if not sum(tile_counts):
             raise ValueError(

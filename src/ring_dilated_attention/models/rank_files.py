@@ -27,7 +27,7 @@ def read_shards(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tenso
         raise ValueError(f"{checkpoint} cannot be read: {type(error).__name__}: {error}") from error
     try:
         with warnings.catch_warnings():
-            # Ignore torch's warning that the call is not distributed, because no_dist=True asks for that.
+            # Ignore torch's warning that `load` is not distributed, because no_dist=True asks for a call of one rank.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load(dict(found), storage_reader=reader, no_dist=True)
     except CheckpointException as error:

@@ -15,8 +15,8 @@ from ..attention import save_attention
 # The loss computes about this many logits at a time, because all (N, V) logits of a long shard would take too much
 # memory.
 LOSS_SLICE_LOGITS = 2**20
-# A slice has at least this many rows, because each slice adds a (V, E) gradient to that of `head`: many small slices
-# would be slow.
+# A slice has at least this many rows, because each slice adds a (V, E) gradient to the gradient of `head`, so that many
+# small slices would be slow.
 LOSS_SLICE_ROWS = 1024
 
 

@@ -35,7 +35,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
         ) from error
     except Exception as error:  # a damaged file may raise any error
         raise ValueError(f"{path} cannot be read as weights: {first_line(error)}") from error
-    # Look under the names under which trainers save a model's weights.
+    # Unwrap dicts in which trainers save a model's weights under one of these names.
     for name in ("model", "state_dict", "module"):
         if isinstance(weights, Mapping) and isinstance(weights.get(name), Mapping):
             weights = weights[name]
@@ -52,8 +52,8 @@ def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
 
     Raises ValueError for a pickle that could run code, and for a wrong checksum. A damaged file may raise any error.
     """
-    # Map only zip files, and verify their checksums: files of torch's older format are no zip files, have no checksums,
-    # and cannot be mapped.
+    # Map and verify only zip files, because files of torch's older format, which are no zip files, cannot be mapped and
+    # have no checksums.
     is_zip = zipfile.is_zipfile(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped and is_zip)

@@ -415,7 +415,7 @@ class GroupLink:
             texts.append(bytes(other[other != 0].tolist()).decode(errors="replace"))
         return texts
 
-    # Exchanges of all ranks with all others.
+    # Exchanges of each rank with all other ranks.
 
     def _others(self) -> list[int]:
         return [peer for peer in range(self.world_size) if peer != self.rank]

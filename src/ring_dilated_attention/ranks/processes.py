@@ -117,7 +117,7 @@ class Processes(Ranks):
         self.opened: list[GroupLink] = []
         self.owner: Thread | None = None
         self.process = os.getpid()
-        # The ranks' numbers of rows that `expect_lengths` was told: `warn_of_uneven` does not warn of them.
+        # The ranks' numbers of rows that `expect_lengths` was told: `warn_of_uneven` does not warn of these numbers.
         self.expected_lengths: deque[tuple[int, ...]] = deque(maxlen=16)
         self.control = self._open("control", "gloo", members)
 
@@ -158,8 +158,8 @@ class Processes(Ranks):
             self.inner = self._open("heads", backends, members[row * cut.inner :][: cut.inner])
             chunks = members[column :: cut.inner]
             self.outer = self._open("chunks", backends, chunks) if len(chunks) > 1 else None
-        # Wait until all ranks are here. Otherwise a fast rank might close its context, and so break connections that a
-        # slow rank is still making.
+        # Wait until all ranks have made their groups. Otherwise a fast rank might close its context, and so break
+        # connections that a slow rank is still making.
         agree(self.control, 0, {"call": "the end of making a ContextParallel"}, None)
 
     def _hosts(self) -> list[str]:
@@ -193,7 +193,7 @@ class Processes(Ranks):
                     use_local_synchronization=len(members) != dist.get_world_size(),
                     group_desc=f"ring_dilated_attention:{purpose}",
                 )
-            assert isinstance(group, dist.ProcessGroup)  # since this rank is a member
+            assert isinstance(group, dist.ProcessGroup)  # because this rank is a member
             self.name = self.name or f"context {name[:12]}"
             link = GroupLink(group, f"{purpose} of {self.name}", members, self.opened)
             link.open()
@@ -247,7 +247,7 @@ class Processes(Ranks):
             return None
         return (
             f"thread {here.name!r} made a call of {self.name}, which belongs to the thread of its first call, "
-            f"{self.owner.name!r}, until close(). Make all calls in that one, or a ContextParallel for each thread"
+            f"{self.owner.name!r}, until close(). Make all calls in that thread, or a ContextParallel for each thread"
         )
 
     def expect_lengths(self, lengths: Sequence[int]) -> None:

@@ -277,7 +277,7 @@ class Ranks:
 
 
 ALONE = Ranks(ShardSpec("contiguous", 1))
-# The `ranks` of contexts of this process that have cut a sequence. `warn_of_forgotten_parallel` reads them.
+# The `ranks` of contexts of this process that have cut a sequence. `warn_of_forgotten_parallel` reads this set.
 _sharing: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 
 

@@ -42,9 +42,9 @@ from ..run import executor
 from ..run.executor import ExecutorOptions
 from .measuring import Held
 
-# `_with_few_hops` shortens plans that have more hops (exchanges with neighbours in a ring) than this.
+# `_with_few_hops` shortens plans that have more than MOST_HOPS hops (exchanges with neighbours in a ring).
 MOST_HOPS = 64
-DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by bytes of a number
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by the bytes of one number
 
 
 class AttentionWeight(NamedTuple):

@@ -112,7 +112,7 @@ def attend(
     if attention_mask is not None and attention_mask.dim() == 3:
         bias_BHMS = attention_mask.unflatten(0, (-1, num_heads))[:, heads.start : heads.stop]
         return _attend_cached(query_BHMD, key_BGSD, value_BGSD, bias_BHMS, scaling), None
-    # Cut keys and values to the number of queries: in a static cache the rows beyond that are not written yet.
+    # Cut keys and values to the number of queries, because in a static cache later rows are not written yet.
     num_rows = query_BHMD.shape[2]
     rows_BMHD = [x[:, :, :num_rows].transpose(1, 2) for x in (query_BHMD, key_BGSD, value_BGSD)]
     dilated: Any = partial(
@@ -198,7 +198,7 @@ def find_borders(position_ids: Tensor, batch: int, num_rows: int) -> Tensor | No
             "which dilated attention reads where packed documents begin."
         )
     resets = position_ids.diff() != 1
-    if torch.compiler.is_compiling():  # assert, because a graph cannot branch on data
+    if torch.compiler.is_compiling():  # here only assert, because a graph cannot branch on data
         torch._assert_async(~resets.any(), PACKED_IN_COMPILED_CODE)
         return None
     if not resets.any():
@@ -365,7 +365,7 @@ def _counts(
     for i, branch in enumerate(pattern.branches):
         length, rate = branch.segment_length, branch.dilation_rate
         phases = [pattern.phase_of(i, head, num_heads) for head in range(num_heads)]
-        # Give a head that does not run this branch the phase -1, so that it reads nothing: no position has phase -1.
+        # Give a head that does not run this branch the phase -1, which no position has, so that it reads nothing.
         phases_H1 = torch.tensor([-1 if s is None else s for s in phases], device=query_BM.device)[
             :, None
         ]

@@ -102,7 +102,7 @@ DENSE = DilatedPattern.dense().as_dict()
 WINDOWED = DilatedPattern.sliding(1).as_dict()
 
 
-# The patterns made so far, by their fields. Compiled code reads patterns from this dict, because it cannot make any.
+# The patterns made so far, by their fields. Compiled code, which cannot make patterns, reads this dict.
 _patterns: dict[tuple, DilatedPattern] = {}
 
 

@@ -104,13 +104,13 @@ class ShardedForward:
         self.num_labels: int | Tensor = 0  # the number of labels in the whole sample
         self.local_sum: Any = None  # the sum of the losses of this rank's labels
         self.largest_position: Any = None  # the largest position of the whole sequence
-        # Pairs (config, name of its attention before `context_parallel` switched the model to AS_TRAINED). Empty if it
-        # did not switch.
+        # Pairs (config, name of its attention before `context_parallel` switched the model to AS_TRAINED). Empty if the
+        # model was not switched.
         self.attention_before: list[tuple[Any, str]] = []
         self.attention = model.config._attn_implementation  # the attention that forwards must have
         decoder = model.get_decoder()
         if not isinstance(decoder, PreTrainedModel):
-            # Do not use what ModernBERT's get_decoder() returns, which is the model's last layer.
+            # Take the base model, because ModernBERT's get_decoder() returns the model's last layer.
             decoder = model.base_model
         [self.decoder] = [name for name, module in model.named_modules() if module is decoder]
         self.hooks = [
@@ -139,7 +139,7 @@ class ShardedForward:
             config._attn_implementation = implementation
         setattr(self.model, SHARDED, None)
 
-    @torch.compiler.disable  # ranks send messages here, which cannot be compiled
+    @torch.compiler.disable  # because ranks send messages here, which cannot be compiled
     def before(
         self, model: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
@@ -283,7 +283,7 @@ def _refuse_noise(model: Any) -> None:
         if alpha is not None and model.training:
             raise ValueError(
                 f"neftune_noise_alpha={alpha}: its noise is scaled by the length of the sequence, and a rank knows "
-                "only that of its shard. Leave it out."
+                "only the length of its shard. Leave it out."
             )
 
 

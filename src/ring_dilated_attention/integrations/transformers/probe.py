@@ -37,7 +37,7 @@ NARROW = {
     r"vocab_size|ffn_dim|d_ff|embedding_size|\w*intermediate_size": 64,
     r"(n|moe_num|num)_\w*experts": 32,
 }
-# The largest windows in a copy of a model that keeps its own attention. Windows must be shorter than ROWS, so that they
+# The largest windows in a copy of a model that keeps its own attention. They are shorter than ROWS, so that windows
 # have an effect.
 WINDOWS = {r"\w*sliding_window|local_attention": 4}
 MOST = 200_000_000  # the largest number of parameters of a copy; the copy of Qwen3-30B-A3B has 190 million
@@ -50,7 +50,7 @@ FAILURES: tuple[type[Exception], ...] = (
     LookupError,
 )
 FAILURES += (RuntimeError, TypeError, ValueError, StrictDataclassError)
-Trace = dict[str, tuple[Tensor | None, Tensor]]  # by module name: input and output (`_trace`)
+Trace = dict[str, tuple[Tensor | None, Tensor]]  # by module name, the module's input and output
 
 
 @cache
@@ -61,7 +61,7 @@ def watch_models() -> None:
 
 def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """Check a model when it gets its first child: its class and config are known by then."""
-    # Use no isinstance, because it may read attributes, and a module of another class may have no attributes yet.
+    # Do not call isinstance, which may read attributes, because a module may have no attributes yet.
     if not issubclass(type(module), PreTrainedModel) or module._modules:
         return
     config = module.__dict__.get("config")
@@ -361,7 +361,7 @@ def tiny_copy(kind: type, config: Any) -> Any:
     model = kind(config).float().eval()
     # Move parameters from "meta" to the CPU: accelerate's init_empty_weights makes parameters on "meta".
     model._apply(lambda x: torch.empty_like(x, device="cpu") if x.is_meta else x)
-    # Seed only the CPU's generator, because `for_copies` does not restore the generators of GPUs.
+    # Seed only the CPU's random generator, because `for_copies` does not restore the generators of GPUs.
     torch.default_generator.manual_seed(0)
     for parameter in model.parameters():  # from_pretrained does not initialise parameters
         parameter.normal_(

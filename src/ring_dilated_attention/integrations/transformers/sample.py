@@ -58,8 +58,8 @@ def whole_sample(model: Any, parallel: ContextParallel, arguments: dict[str, Any
     lengths = parallel.cut.default_lengths(num_positions)
     if 0 in lengths:
         raise ValueError(
-            f"{num_positions} positions over {parallel.world_size} ranks are {lengths}: a rank would have none. Give "
-            "longer sequences, or fewer ranks."
+            f"{num_positions} positions over {parallel.world_size} ranks are {lengths}: a rank would have no "
+            "position. Give longer sequences, or fewer ranks."
         )
     tensors = {name: arguments[name] for name in CUT if name in arguments}
     positions = arguments.get("position_ids")
@@ -122,7 +122,7 @@ def _positions_of_model(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _refuse_padding(mask: Tensor | None, labels: Tensor | None, model: Any) -> None:
-    """Raise ValueError for padding that other positions would see. In a causal model they see no padding on the right."""
+    """Raise ValueError for padding that tokens would see. (In a causal model no token sees padding on the right.)"""
     if mask is None:
         return
     is_valid = mask.bool()
@@ -143,7 +143,7 @@ def _refuse_padding(mask: Tensor | None, labels: Tensor | None, model: Any) -> N
 def _count(labels: Tensor, num_items: int | Tensor | None) -> int | Tensor:
     """The number by which the loss is divided: num_items, which a trainer passes, or else the number of labels."""
     num_labels = int((labels != IGNORED_LABEL).sum())
-    least = min(num_labels, 1)  # 0 if there is no label, because the loss is then 0
+    least = min(num_labels, 1)  # without labels a count of 0 is allowed: the loss is then 0
     count = num_labels if num_items is None else num_items
     if not least <= count < math.inf:
         raise ValueError(f"num_items_in_batch={count}: the mean of a loss needs one item at least.")

@@ -267,7 +267,7 @@ def _merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     if len(outs) == 1:
         return outs[0], lses[0]
     all_lses = torch.stack(lses)
-    # Replace -inf where a query sees no key in any call, because the differences of the lse of all calls would be NaN.
+    # Replace lse where a query sees no key in any call, because (-inf) - (-inf) would be NaN below.
     is_empty_BNH = (all_lses == -torch.inf).all(0)
     lse_BNH = all_lses.masked_fill(is_empty_BNH, 0).logsumexp(0)
     merged_BNHD = torch.zeros_like(outs[0], dtype=lse_BNH.dtype)
