@@ -1,4 +1,4 @@
-"""Draws tokens from a language model, which reads them through caches.
+"""Draws tokens from a language model, which reads tokens through caches.
 
 Shape suffixes: B batch, N positions, E embedding, V vocabulary, S tokens that end a row.
 """
@@ -122,7 +122,7 @@ def generate(
             has_stopped_B |= torch.isin(drawn_B, stop_S)
             if has_stopped_B.all():
                 return
-            counts_B = (~has_stopped_B).long()  # rows that have stopped append nothing
+            counts_B = (~has_stopped_B).long()  # a row that has stopped appends nothing
         if step + 1 < max_new_tokens:
             hidden_BE = model.append(drawn_B[:, None], caches, counts_B)[:, 0]
 

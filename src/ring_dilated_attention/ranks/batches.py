@@ -161,7 +161,7 @@ def _send_rows(
 ) -> Tensor:
     """This rank's rows of one tensor of the batch. The source rank has the tensor, and sends each rank only its rows.
 
-    whole: the whole tensor on the source, None on the other ranks. shape, dtype: those of the whole tensor.
+    whole: the whole tensor on the source, None on other ranks. shape, dtype: the shape and dtype of the whole tensor.
     """
     like = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
     local_shape = list(shape)

@@ -20,7 +20,7 @@ _USUAL_CAUSES = {
 
 
 class ExchangeError(RuntimeError):
-    """Raised if another rank died, is stuck, or gave up. The context stays broken: make a new ContextParallel of the
+    """Raised if a rank died, is stuck, or gave up. The context stays broken: make a new ContextParallel of the
     ranks that still run."""
 
 

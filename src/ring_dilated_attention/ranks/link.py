@@ -276,7 +276,7 @@ class GroupLink:
         return both, both
 
     def _post(self, transfers: Sequence[Transfer], moment: str) -> GroupPending:
-        """Start messages: one by one if gloo sends all of them, else in one batch."""
+        """Start messages: one by one if gloo sends all messages, else in one batch."""
         if self.failure:
             raise ExchangeError(
                 f"this group has failed before ({self.failure}). Make a new ContextParallel."

@@ -71,7 +71,7 @@ def _groups_named(name: str) -> Iterator[None]:
 
 
 def backends_with_cpu(default: str) -> str | None:
-    """The backends for a new group: those of torch's default group, and gloo for tensors on the CPU. None if the
+    """The backends for a new group: the backends of torch's default group, and gloo for CPU tensors. None if the
     default group already has a backend for the CPU.
 
     After `init_process_group("nccl")` the default group has only "cuda:nccl", which cannot send counts of losses, token
@@ -206,8 +206,8 @@ class Processes(Ranks):
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a copy of the context in a forked process. The copy has no threads, and shares
-        the connections of the process that made the context: it must neither use nor close them."""
+        """Whether this is a copy of the context in a forked process. The copy has no threads. It must neither use
+        nor close its connections, which belong to the process that made the context."""
         return os.getpid() != self.process
 
     def check_all_here(self, method: str) -> None:

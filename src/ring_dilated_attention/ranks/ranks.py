@@ -140,7 +140,7 @@ class Ranks:
     # Warnings of lengths that look like a mistake.
 
     def warn_of_uneven(self, lengths: Sequence[int]) -> None:
-        """Warn once if the ranks' numbers of rows are not those of a near-equal cut."""
+        """Warn once if the ranks' numbers of rows are not the numbers of a near-equal cut."""
 
     def warn_of_whole(self, lengths: Sequence[int]) -> bool:
         """Warn once if each rank has as many rows as the sequence that was cut last. Returns whether this is so."""

@@ -44,7 +44,7 @@ def _run(function: Callable[..., None], *args: object) -> None:
 
 
 def _forget() -> None:
-    """In a forked process, forget the parent's links and threads, because the child must not end them."""
+    """In a forked process, forget the parent's links and threads: only the parent may end these threads."""
     with_threads.clear()
     _threads.clear()
 

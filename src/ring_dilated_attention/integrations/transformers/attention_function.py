@@ -256,7 +256,7 @@ def _check_mask(
 
 
 def _check_one_run(valid_BM: Tensor) -> None:
-    """Raise ValueError if a batch entry has padding between its tokens. Padding before or after them all is allowed."""
+    """Raise ValueError if a batch entry has padding between its tokens. Padding on either side is allowed."""
     starts = F.pad(valid_BM, (1, 0))[:, :-1].logical_not() & valid_BM
     if torch.compiler.is_compiling():
         torch._assert_async((starts.sum(1) <= 1).all(), PADDED_IN_COMPILED_CODE)
