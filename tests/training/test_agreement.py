@@ -1,10 +1,10 @@
 """What one rank refuses, or has otherwise than the others, all ranks say or hear of, at once and once."""
 
-import contextlib
 import io
 import os
 import re
 import socket
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -22,6 +22,7 @@ from ring_dilated_attention.training.agreement import (
     together,
     values_of_all,
 )
+from ring_dilated_attention.training.run_folder import LOCK_FILE, own_folder
 
 TRAIN = ["train", "--data", "text.txt", "--steps", "4", *TINY.split()]
 
@@ -81,13 +82,13 @@ def test_ranks_learn_what_another_refuses():
         assert found[2:] == [rank]
 
 
-def as_rank(rank, world_size, folder, arguments):
+def as_rank(rank, world_size, folder, words, prepare=nullcontext):
     """`rda train` as one of a launcher's ranks, in a folder of its own as on a host of its own: code and stderr."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.chdir(folder / str(rank))
     error = io.StringIO()
-    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
-        code = main([*TRAIN, *arguments[rank]])
+    with prepare(rank), redirect_stderr(error), redirect_stdout(io.StringIO()):
+        code = main([*TRAIN, *words[rank].split()])
     return code, error.getvalue(), sorted(path.name for path in Path().rglob("*"))
 
 
@@ -99,74 +100,64 @@ def hosts(tmp_path):
     return tmp_path
 
 
-def test_other_bytes_behind_the_same_path(hosts):
-    (hosts / "1" / "text.txt").write_bytes(TEXT[1:])
-    for code, error, files in run_ranks(2, as_rank, hosts, ([], [])):
-        assert (code, files) == (2, ["text.txt"])
-        difference = r"\(rank 0 on host \S+: 9,890 bytes .*, rank 1 on host \S+: 9,889 bytes .*\)"
-        assert re.fullmatch(rf"rda train: .* in the document {difference}\n", error)
+def owned(rank):
+    """Before any rank trains."""
+    return own_folder(Path("run")) if rank == 0 else nullcontext()
 
 
-def test_other_options(hosts):
-    for code, error, files in run_ranks(
-        2, as_rank, hosts, ([], ["--seed", "1", "--save-every", "2"])
-    ):
-        assert (code, files) == (2, ["text.txt"])
-        assert "--seed (rank 0 on" in error
-        assert "--save-every (rank 0 on" in error
+def without_the_text(rank):
+    if rank == 1:
+        Path("text.txt").unlink()
+    return nullcontext()
 
 
-def test_a_file_that_is_missing_on_the_second_rank(hosts):
-    (hosts / "1" / "text.txt").unlink()
-    (first, second) = run_ranks(2, as_rank, hosts, ([], []))
-    assert (first[0], second[0]) == (2, 2)
-    for _, error, _ in (first, second):
-        assert re.fullmatch(
-            r"rda train: rank 1 on host \S+: cannot read .*/1/text\.txt: No such file.*\n", error
-        )
-    assert (first[2], second[2]) == (["text.txt"], [])
+def with_other_bytes(rank):
+    if rank == 1:
+        Path("text.txt").write_bytes(TEXT[1:])
+    return nullcontext()
 
 
-def test_a_folder_that_another_run_has(hosts):
-    """Refused by the first rank alone, after all had agreed."""
-    for code, error, files in run_ranks(2, as_rank_of_an_owned_folder, hosts):
+def with_a_full_disk(rank):
+    full = ValueError("checkpoint-000004 cannot be written: No space left on device")
+    return mock.patch.object(checkpoint, "_write", side_effect=full)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words", "said"),
+    [
+        (
+            with_other_bytes, ("", ""),
+            r".* in the document \(rank 0 on host \S+: 9,890 bytes .*, rank 1 on host \S+: 9,889 bytes .*\)",
+        ),
+        (
+            nullcontext, ("", "--seed 1 --save-every 2"),
+            r".*--seed \(rank 0 on.*--save-every \(rank 0 on.*",
+        ),
+        (without_the_text, ("", ""), r"rank 1 on host \S+: cannot read .*/1/text\.txt: No such file.*"),
+        # Refused by the first rank alone, after all had agreed.
+        (owned, ("--run-folder run",) * 2, r"rank 0 on host .*run is in use by another run: let it end.*"),
+        # What the run made and left empty is gone.
+        (
+            with_a_full_disk, ("", ""),
+            r"rank 0 on host \S+: checkpoint-000004 cannot be written: No space left on device",
+        ),
+    ],
+)  # fmt: skip
+def test_what_one_rank_refuses_all_say(prepare, words, said, hosts):
+    for rank, (code, error, files) in enumerate(run_ranks(2, as_rank, hosts, words, prepare)):
         assert code == 2
-        assert re.search(r"rank 0 on host .*run is in use by another run: let it end", error)
-        assert "record.json" not in files
+        assert re.search(rf"(^|\n)rda train: {said}\n$", error), error
+        here = {"text.txt"} if rank == 0 or prepare is not without_the_text else set()
+        assert set(files) - {"run", LOCK_FILE} == here
 
 
 def test_the_first_rank_owns_and_writes_all(hosts):
     """Catches a folder that one rank claims, and to which another writes, where ranks have an order of their own."""
-    (first, second) = run_ranks(2, as_rank_of_an_order_turned_round, hosts)
+    first, second = run_ranks(2, as_rank, hosts, ("", ""), turned_round)
     assert (first[0], second[0]) == (0, 0), (first[1], second[1])
     assert first[2] == ["text.txt"]
     assert {"record.json", "metrics.jsonl"} < set(second[2])
 
 
-def as_rank_of_an_order_turned_round(rank, world_size, folder):
-    processes.order_by_host = lambda hosts: range(len(hosts))[::-1]
-    return as_rank(rank, world_size, folder, ([], []))
-
-
-def as_rank_of_an_owned_folder(rank, world_size, folder):
-    from ring_dilated_attention.training.run_folder import own_folder
-
-    with own_folder(folder / "0" / "run") if rank == 0 else contextlib.nullcontext():
-        return as_rank(rank, world_size, folder, [["--run-folder", "run"]] * 2)
-
-
-def as_rank_on_a_full_disk(rank, world_size, folder):
-    def full(*_, **__):
-        raise ValueError("checkpoint-000004 cannot be written: No space left on device")
-
-    checkpoint._write = full
-    return as_rank(rank, world_size, folder, ([], []))
-
-
-def test_a_disk_that_is_full_on_the_first_rank(hosts):
-    first, second = run_ranks(2, as_rank_on_a_full_disk, hosts)
-    assert (first[0], second[0]) == (2, 2)
-    reason = "checkpoint-000004 cannot be written: No space left on device"
-    for _, error, *_ in (first, second):
-        assert re.search(rf"(^|\n)rda train: rank 0 on host \S+: {reason}\n$", error)
-    assert first[2] == ["text.txt"]  # what the run made and left empty is gone
+def turned_round(rank):
+    return mock.patch.object(processes, "order_by_host", lambda hosts: range(len(hosts))[::-1])
