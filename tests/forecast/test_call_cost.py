@@ -16,14 +16,12 @@ from ring_dilated_attention.simulate.weighing import weigh_attention
 
 def random_job(rng, num_ranks):
     n = num_ranks * rng.choice([16, 40, 64]) + rng.randint(0, 9)
-    num_branches = rng.randint(1, 3)
-    lengths = [rng.choice([32, 64, 100, 512, n, 3 * n // 5]) for _ in range(num_branches)]
-    rates = [rng.choice([1, 2, 3, 8]) for _ in lengths]
+    lengths = rng.choices([32, 64, 100, 512, n, 3 * n // 5], k=rng.randint(1, 3))
+    rates = rng.choices([1, 2, 3, 8], k=len(lengths))
     pattern = DilatedPattern(lengths, rates, is_causal=rng.random() < 0.6)
     sharding = rng.choice(["contiguous", "zigzag"])
-    return Job(
-        pattern, make_shards(sharding, ShardSpec(sharding, num_ranks).default_lengths(n)), 8, 4
-    )
+    shards = make_shards(sharding, ShardSpec(sharding, num_ranks).default_lengths(n))
+    return Job(pattern, shards, 8, 4)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -41,14 +39,9 @@ def test_figures_are_those_of_the_plans(seed, exchange):
     assert figures.flops == 14 * sizes.unit * sum(pairs)
     assert figures.balance == pytest.approx(sum(pairs) / 4 / max(pairs))
     for rank, plan in zip(figures.ranks, plans, strict=True):
-        forward, backward = (
-            plan.bytes_sent(sizes, backward=backward) for backward in (False, True)
-        )
-        assert (rank.num_rows, rank.forward_sent, rank.sent) == (
-            plan.num_rows,
-            forward,
-            forward + backward,
-        )
+        forward = plan.bytes_sent(sizes, backward=False)
+        sent = forward + plan.bytes_sent(sizes, backward=True)
+        assert (rank.num_rows, rank.forward_sent, rank.sent) == (plan.num_rows, forward, sent)
         assert rank.weight == weigh_attention(plan, sizes, "cpu")
     sent = sum(plan.plan.sent()[0] for plan in plans) * sizes.unit * sizes.itemsize
     assert sum(figures.sent_by_branch) == sent

@@ -21,38 +21,25 @@ N, HEADS = 16, 3
 
 
 def moved(model: LongNetLM, borders: Sequence[int], seed: int) -> Tensor:
-    """(L, N, N) bool: whether the hidden state of query i after layer l has other bits if token j is another one.
-
-    Each changed sequence is run in the same place of a batch as the sequence it is compared with, so that what does not
-    depend on the token is computed by the same operations. Packed documents have no batch: one forward for each token.
-    """
+    """(L, N, N) bool: whether the hidden state of query i after layer l has other bits if token j is another one."""
     generator, n = torch.Generator().manual_seed(seed), borders[-1]
     tokens = torch.randint(VOCAB, (n,), generator=generator)
-    changed = tokens.repeat(n, 1)
-    changed += torch.eye(n, dtype=torch.int64) * torch.randint(
-        1, VOCAB, (n, 1), generator=generator
-    )
-    changed %= VOCAB
+    more = torch.randint(1, VOCAB, (n, 1), generator=generator)
+    changed = (tokens + torch.eye(n, dtype=torch.int64) * more) % VOCAB
     packed = None if len(borders) == 2 else torch.tensor(borders, dtype=torch.int32)
     states: list[Tensor] = []
-    hooks = [
-        block.register_forward_hook(lambda _, __, out: states.append(out)) for block in model.blocks
-    ]
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, __, out: states.append(out))
 
-    def hidden(tokens_BN: Tensor) -> Tensor:
+    def hidden(tokens_N: Tensor) -> Tensor:
         states.clear()
-        model(tokens_BN, packed)
-        return torch.stack(states)
+        model(tokens_N[None], packed)
+        return torch.cat(states)
 
     with torch.no_grad():
-        if packed is None:
-            differs = hidden(tokens.repeat(n, 1)) != hidden(changed)
-        else:
-            before = hidden(tokens[None])
-            differs = torch.cat([hidden(row[None]) != before for row in changed], 1)
-    for hook in hooks:
-        hook.remove()
-    return differs.any(-1).transpose(1, 2)
+        before = hidden(tokens)
+        differs = [(hidden(row) != before).any(-1) for row in changed]
+    return torch.stack(differs, 2)
 
 
 def model_over(pattern: DilatedPattern, num_layers: int) -> LongNetLM:
