@@ -23,12 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
 
@@ -60,12 +61,6 @@ class Size(NamedTuple):
     restarts: int = 4
 
 
-class Process(Protocol):
-    pid: int
-
-    def poll(self) -> int | None: ...
-
-
 class Trial(NamedTuple):
     """What came of one fault. `complaints` is empty if everything is as it must be.
 
@@ -91,7 +86,7 @@ class Result(NamedTuple):
     tensors: bytes  # of the parameters and of the optimisers' state
 
 
-def started(words: Sequence[str], said: Path, environment: dict[str, str]) -> Process:
+def started(words: Sequence[str], said: Path, environment: dict[str, str]) -> Any:
     """A process of Python with these words. What it says goes to a file."""
     with said.open("ab") as file:
         return subprocess.Popen([sys.executable, *words], stdout=file, stderr=file, env=environment)
@@ -100,54 +95,56 @@ def started(words: Sequence[str], said: Path, environment: dict[str, str]) -> Pr
 class Job:
     """A command that trains in the present folder, and its processes."""
 
-    def __init__(self, launcher: str, size: Size, start: Callable[..., Process] = started) -> None:
-        self.launcher, self.size, self.start, self.said = launcher, size, start, Path("said.txt")
+    def __init__(
+        self, launcher: str, size: Size, start: Callable[..., Any] = started, *options: str
+    ) -> None:
+        """options: of `rda train`, more than all trials have."""
+        self.launcher, self.size, self.start, self.options = launcher, size, start, options
+        self.said = Path("said.txt")
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as docs/launching.md says
         self.num_ranks = 2
-        self.options: list[str] = []  # of `rda train`, more than all trials have
-        self.heads: list[Process] = []  # the launcher, or the agents
+        self.heads: list[Any] = []  # the launcher, or the agents
         # all processes of ranks that were seen, and when each began
         self.known: dict[int, int] = {}
-        self.strangers: set[int] = set()  # processes that are none
         self.said_before = 0  # how many bytes had been said when a rank was first seen
         self.has_lost_head, self.steps_left = False, 0  # at the moment when it lost it
-        self.store: Process | None = None
+        self.store: Any = None
         self.disk: str | None = None  # how it was full
 
     def begin(self) -> None:
-        size = f"--steps {self.size.steps} --timeout {self.size.timeout}"
-        words = [*TRAIN, *OPTIONS.split(), *size.split(), *self.options]
+        size = self.size
+        words = [
+            *TRAIN,
+            *OPTIONS.split(),
+            "--steps",
+            str(size.steps),
+            "--timeout",
+            str(size.timeout),
+        ]
+        words += self.options
+        run = f"-m torch.distributed.run --max-restarts {size.restarts}"
         if self.launcher == "rda":
-            commands = [
-                [*words, "--ranks", str(self.num_ranks), "--restarts", str(self.size.restarts)]
-            ]
+            commands = [[*words, "--ranks", str(self.num_ranks), "--restarts", str(size.restarts)]]
         elif self.launcher == "torchrun":
-            run = f"-m torch.distributed.run --standalone --nproc-per-node {self.num_ranks}"
-            run += f" --max-restarts {self.size.restarts}"
+            run += f" --standalone --nproc-per-node {self.num_ranks}"
             commands = [[*run.split(), *words]]
         else:
             port = free_port()
             self.store = self.start([STORE, port], self.said, self.environment)
-            run = f"-m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts {self.size.restarts}"
-            run += f" --rdzv-id job --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --local-addr 127.0.0.1"
+            run += " --nnodes 1:2 --nproc-per-node 1 --rdzv-id job --rdzv-backend c10d"
+            run += f" --rdzv-endpoint 127.0.0.1:{port} --local-addr 127.0.0.1"
             run += " --rdzv-conf is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
             commands = [[*run.split(), *words]] * 2
-        self.strangers.clear()
         self.heads = [self.start(command, self.said, self.environment) for command in commands]
 
     def ranks(self) -> list[int]:
         """The living ranks, in the order of their start."""
-        heads = {head.pid for head in self.heads}
-        # numbers come again
-        self.strangers.intersection_update(map(int, filter(str.isdigit, os.listdir("/proc"))))
-        seen = list(processes(self.strangers))
-        self.strangers.update(pid for pid, parent, _ in seen if parent not in heads)
-        found = sorted((began, pid) for pid, parent, began in seen if parent in heads)
-        if not self.known.items() >= (new := {pid: began for began, pid in found}).items():
-            self.known |= new
+        found = {pid: began(pid) for head in self.heads for pid in children(head.pid)}
+        if not self.known.items() >= found.items():
+            self.known |= found
             self.said_before = self.said.stat().st_size
-        return [pid for _, pid in found]
+        return sorted(found, key=lambda pid: (found[pid], pid))
 
     def said_by_the_last(self) -> str:
         """What was said since the ranks were last started."""
@@ -205,14 +202,16 @@ class Job:
 
     def orphans(self) -> list[int]:
         """The processes in the present folder that no living launcher has started."""
-        heads = {head.pid for head in self.heads if head.poll() is None}
-        known = {os.getpid(), self.store.pid if self.store else 0, *heads}
-        here = [(pid, parent) for pid, parent, _ in processes() if is_here(pid)]
-        return [pid for pid, parent in here if pid not in known and parent not in heads]
+        heads = [head.pid for head in self.heads if head.poll() is None]
+        known = {os.getpid(), *heads, *(pid for head in heads for pid in children(head))}
+        if self.store is not None:
+            known.add(self.store.pid)
+        here = [int(name) for name in os.listdir("/proc") if name.isdigit() and is_here(name)]
+        return [pid for pid in here if pid not in known and stat_of(pid)]
 
     def clear(self) -> None:
         # Linux soon gives the number of a process that has ended to another one, of another command of the user's.
-        self.kill(pid for pid, _, began in processes() if self.known.get(pid) == began)
+        self.kill(pid for pid, start in self.known.items() if began(pid) == start)
         self.kill(head.pid for head in self.heads if head.poll() is None)
         if self.store is not None:
             self.kill([self.store.pid])
@@ -223,30 +222,32 @@ class Job:
                 time.sleep(0.01)
 
 
-def state_of(pid: int) -> str:
-    """ "R" if it runs, "T" if it is stopped, "Z" if it has ended."""
+def stat_of(pid: int) -> list[str]:
+    """The fields of a living process behind its name: its state ("T" if it is stopped), its parent, and others."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rsplit(")", 1)[1].split()
     except OSError:
-        return "Z"
+        return []
+    return fields if fields[0] != "Z" else []
 
 
-def processes(strangers: Container[int] = ()) -> Iterable[tuple[int, int, int]]:
-    """(process, parent, when it began) of those that live, but for strangers: to read of all takes 2 ms."""
-    # a glob takes half as long again, every 5 ms
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        if int(name) in strangers:
-            continue
-        try:
-            with open(f"/proc/{name}/stat") as file:
-                state, parent, *rest = file.read().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        if state != "Z":
-            yield int(name), int(parent), int(rest[17])
+def began(pid: int) -> int:
+    """When a living process began; 0 if it has ended."""
+    fields = stat_of(pid)
+    return int(fields[19]) if fields else 0
 
 
-def is_here(pid: int) -> bool:
+def children(pid: int) -> list[int]:
+    """The living processes that a process has started."""
+    try:
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [child for child in map(int, found) if stat_of(child)]
+
+
+def is_here(pid: str) -> bool:
     try:
         return Path(f"/proc/{pid}/cwd").readlink() == Path.cwd()
     except OSError:  # it has ended
@@ -298,7 +299,7 @@ def strike_writing(job: Job, rng: random.Random) -> bool:
         time.sleep(rng.choice([0, rng.uniform(0, 0.02)]))
         ranks = job.ranks()
         job.kill(ranks, signal.SIGSTOP)
-        while any(state_of(pid) not in "TZ" for pid in ranks):
+        while any(stat_of(pid)[:1] not in (["T"], []) for pid in ranks):
             time.sleep(0.001)
         if is_struck := bool(unfinished()):
             job.kill([rng.choice(ranks)])
@@ -315,15 +316,10 @@ def wait_for(job: Job, moment: str, rng: random.Random) -> bool:
     else:
         step = job.size.steps if moment == "report" else rng.randrange(1, job.size.steps - 15)
         is_there = job.wait_until(partial(is_running, job, step))
-    is_slow = job.start is started
-    time.sleep(
-        rng.uniform(
-            0,
-            {"step": 0.03, "start": 4 if is_slow else 0.4, "report": 0.3 if is_slow else 0.03}[
-                moment
-            ],
-        )
-    )
+    longest = {"step": 0.03, "start": 0.4, "report": 0.03}[moment]
+    if job.start is started and moment != "step":
+        longest *= 10
+    time.sleep(rng.uniform(0, longest))
     return is_there
 
 
@@ -365,7 +361,7 @@ def run_trial(
     launcher = job.launcher
     complaints: list[str] = []
     ended: float | None = None
-    began, outcome = time.monotonic(), "went on"
+    start, outcome = time.monotonic(), "went on"
     try:
         if kind == "disk":
             mount_small_disk()
@@ -414,7 +410,7 @@ def run_trial(
         ]
     if complaints:
         complaints.append(said[-3000:])
-    return Trial(kind, launcher, outcome, time.monotonic() - began, ended, complaints, moment)
+    return Trial(kind, launcher, outcome, time.monotonic() - start, ended, complaints, moment)
 
 
 def mount_small_disk() -> None:
@@ -469,43 +465,6 @@ def is_running(job: Job, step: int) -> bool:
     return steps_done() >= step and len(job.ranks()) == job.num_ranks
 
 
-def launcher_of(kind: str, number: int) -> str:
-    if kind == "agent":
-        return ("rda", "two agents", "torchrun", "two agents")[number % 4]
-    return "torchrun" if number % 4 == 3 else "rda"
-
-
-def job_of(
-    launcher: str,
-    kind: str,
-    size: Size = Size(),  # noqa: B008
-    start: Callable[..., Process] = started,
-) -> Job:
-    job = Job(launcher, size, start)
-    job.options = ["--fsdp"] if kind == "fsdp" else []
-    return job
-
-
-def number_of(kind: str, number: int) -> int:
-    """Of fsdp half as many: such a run takes twice as long, and half of `writing` are with --fsdp too."""
-    return -(-number // 2) if kind == "fsdp" else number
-
-
-def goes_sharded(kind: str, number: int) -> bool:
-    return kind == "fsdp" or (kind == "writing" and number % 2 == 1)
-
-
-def is_forked(number: int) -> bool:
-    """Of each four trials, which have all launchers, all or none."""
-    return number // 4 % 2 == 1
-
-
-def moment_of(kind: str, launcher: str, number: int) -> str:
-    """In the report a torchrun that is left waits 300 s for the other: too long for trials."""
-    moment = MOMENTS[number % len(MOMENTS)] if kind in AT_ANY_MOMENT else "step"
-    return "step" if (launcher, moment) == ("two agents", "report") else moment
-
-
 def in_folder(folder: Path, function: Callable[..., Any], *args: Any) -> Any:
     before = Path.cwd()
     folder.mkdir()
@@ -517,32 +476,50 @@ def in_folder(folder: Path, function: Callable[..., Any], *args: Any) -> Any:
         shutil.rmtree(folder)
 
 
+class Setting(NamedTuple):
+    """Of a trial."""
+
+    launcher: str
+    moment: str
+    is_sharded: bool
+    is_forked: bool
+
+
+def setting_of(kind: str, number: int) -> Setting:
+    launcher = "torchrun" if number % 4 == 3 else "rda"
+    if kind == "agent":
+        launcher = ("rda", "two agents", "torchrun", "two agents")[number % 4]
+    moment = MOMENTS[number % len(MOMENTS)] if kind in AT_ANY_MOMENT else "step"
+    # In the report a torchrun that is left waits 300 s for the other: too long for trials.
+    if launcher == "two agents" and moment == "report":
+        moment = "step"
+    is_sharded = kind == "fsdp" or (kind == "writing" and number % 2 == 1)
+    # Of each four trials, which have all launchers, all are forked or none.
+    return Setting(launcher, moment, is_sharded, number // 4 % 2 == 1)
+
+
 def numbered_trial(
     folder: Path, seed: int, kind: str, wholes: Sequence[Result], number: int
 ) -> Trial:
     """wholes: of a run without --fsdp, and of one with it."""
-    cut, start = goes_sharded(kind, number), ForkedLauncher if is_forked(number) else started
-    rng, launcher = random.Random(f"{seed} {kind} {number}"), launcher_of(kind, number)
-    job = job_of(launcher, "fsdp" if cut else kind, start=start)
-    moment = moment_of(kind, launcher, number)
-    return in_folder(folder / f"trial-{number}", run_trial, kind, job, rng, wholes[cut], moment)
+    launcher, moment, is_sharded, is_forked = setting_of(kind, number)
+    options = ["--fsdp"] if is_sharded else []
+    job = Job(launcher, Size(), ForkedLauncher if is_forked else started, *options)
+    rng = random.Random(f"{seed} {kind} {number}")
+    whole = wholes[is_sharded]
+    return in_folder(folder / f"trial-{number}", run_trial, kind, job, rng, whole, moment)
 
 
 def row_of(kind: str, trials: Sequence[Trial]) -> dict[str, Any]:
     ended = [trial.ended for trial in trials if trial.ended is not None]
+    went_on = [trial.outcome for trial in trials].count("went on")
     return {
         "kind": kind,
         "number": len(trials),
-        "launchers": {
-            name: sum(x.launcher == name for x in trials)
-            for name in sorted({x.launcher for x in trials})
-        },
-        "went_on": sum(trial.outcome == "went on" for trial in trials),
-        "went_on_by_the_same_command": sum(trial.outcome != "went on" for trial in trials),
-        "struck_at": {
-            name: sum(x.moment == name for x in trials)
-            for name in sorted({x.moment for x in trials})
-        },
+        "launchers": Counter(sorted(trial.launcher for trial in trials)),
+        "went_on": went_on,
+        "went_on_by_the_same_command": len(trials) - went_on,
+        "struck_at": Counter(sorted(trial.moment for trial in trials)),
         "failed": sum(bool(trial.complaints) for trial in trials),
         "median_seconds": round(statistics.median(trial.seconds for trial in trials), 1),
         "most_seconds_of_orphans": round(max(ended), 1) if ended else None,
@@ -554,12 +531,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    parser.add_argument(
-        "--number", type=int, default=20, help="trials of each kind, and half as many of fsdp"
-    )
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument(
+    add = parser.add_argument
+    add("--seed", type=int, default=random.randrange(10**6))
+    add("--number", type=int, default=20, help="trials of each kind, and half as many of fsdp")
+    add("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    add(
         "--at-once", type=int, default=2, help="trials at a time: most of a trial waits (default 2)"
     )
     add_record(parser)
@@ -570,7 +546,7 @@ def main() -> int:
     )
     print(f"seed {arguments.seed}")
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that others are forked from
-    began = time.monotonic()
+    start = time.monotonic()
     rows: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory(prefix="rda-trials-") as folder,
@@ -578,28 +554,28 @@ def main() -> int:
         ProcessPoolExecutor(arguments.at_once, initializer=start_server) as pool,
     ):
         wholes = [
-            in_folder(Path(folder, "whole"), whole_result, job_of("rda", kind))
-            for kind in ("worker", "fsdp")
+            in_folder(Path(folder, "whole"), whole_result, Job("rda", Size(), started, *options))
+            for options in ([], ["--fsdp"])
         ]
         for kind in arguments.kinds:
             one = partial(numbered_trial, Path(folder), arguments.seed, kind, wholes)
+            # such a run takes twice as long, and half of `writing` are with --fsdp too
+            num_trials = -(-arguments.number // 2) if kind == "fsdp" else arguments.number
             trials: list[Trial] = []
-            for number, trial in enumerate(pool.map(one, range(number_of(kind, arguments.number)))):
-                launcher = trial.launcher
+            for number, trial in enumerate(pool.map(one, range(num_trials))):
                 trials.append(trial)
                 verdict = "FAILED" if trial.complaints else "ok"
                 ended = "" if trial.ended is None else f", ranks ended after {trial.ended:.1f} s"
-                forked = " (forked)" if is_forked(number) else ""
-                line = f"{number:3}  {kind:10}  {launcher:10}  {trial.seconds:6.1f} s{forked:9}"
-                print(f"{line}  {trial.moment:6}  {verdict}: {trial.outcome}{ended}")
-                print(
-                    *(f"     {complaint}\n" for complaint in trial.complaints),
-                    sep="",
-                    end="",
-                    flush=True,
+                forked = " (forked)" if setting_of(kind, number).is_forked else ""
+                line = (
+                    f"{number:3}  {kind:10}  {trial.launcher:10}  {trial.seconds:6.1f} s{forked:9}"
                 )
+                print(f"{line}  {trial.moment:6}  {verdict}: {trial.outcome}{ended}")
+                for complaint in trial.complaints:
+                    print(f"     {complaint}")
+                sys.stdout.flush()
             rows.append(row_of(kind, trials))
-            keep(rows, seconds=round(time.monotonic() - began))
+            keep(rows, seconds=round(time.monotonic() - start))
     return 1 if any(row["failed"] for row in rows) else 0
 
 

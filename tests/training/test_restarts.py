@@ -5,10 +5,9 @@ import json
 import os
 import random
 import re
-import shlex
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Timer
@@ -21,12 +20,11 @@ from distributed import START
 from forked import ForkedLauncher
 from helpers import free_port
 from restart_trials import (
-    KINDS,
     OPTIONS,
     TEXT,
+    Job,
     Size,
     is_running,
-    job_of,
     newest_step,
     result,
     run_trial,
@@ -58,8 +56,23 @@ def slow_writes():
     checkpoint._finish = late
 
 
-def new_job(launcher="rda", kind="worker", change=int):
-    return job_of(launcher, kind, SIZE, partial(ForkedLauncher, change=change))
+def new_job(launcher="rda", change=int, **size):
+    Path("text.txt").write_bytes(TEXT)
+    return Job(launcher, SIZE._replace(**size), partial(ForkedLauncher, change=change))
+
+
+@contextmanager
+def begun(job):
+    try:
+        job.begin()
+        yield
+    finally:
+        job.clear()
+
+
+@pytest.fixture
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +88,14 @@ def whole(whole_folder):
         return whole_result(new_job())
 
 
-def test_a_run_that_is_struck_goes_on_to_the_bit_and_with_another_number_of_ranks(
-    whole, tmp_path, monkeypatch
-):
+@pytest.mark.usefixtures("in_a_folder")
+def test_a_run_that_is_struck_goes_on_to_the_bit_and_with_another_number_of_ranks(whole):
     """Both ranks are killed, then the launcher. `make faults` has 20 trials of each kind of fault.
 
     Three ranks go on. Their first loss agrees within 1e-5 with that of the ranks before, and the final one within 1 %.
     """
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_bytes(TEXT)
     job = new_job()
-    try:
-        job.begin()
+    with begun(job):
         assert job.wait_until(lambda: newest_step() >= 5 and len(job.ranks()) == 2)
         job.kill(struck := job.ranks())
         assert job.wait_until(
@@ -96,11 +105,9 @@ def test_a_run_that_is_struck_goes_on_to_the_bit_and_with_another_number_of_rank
         job.num_ranks = 3
         job.begin()  # waits for the ranks of the first
         assert job.end() == [0], job.said.read_text()
-    finally:
-        job.clear()
     assert "rda train: restart 1 of 4 from run/checkpoint-0000" in job.said.read_text()
     steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    first = next(i for i, step in enumerate(steps) if len(step["resident_bytes"]) == 3)
+    first = [len(step["resident_bytes"]) for step in steps].index(3)
     found = result()
     assert 10 <= first < SIZE.steps
     assert found.losses[:first] == whole.losses[:first]
@@ -108,90 +115,67 @@ def test_a_run_that_is_struck_goes_on_to_the_bit_and_with_another_number_of_rank
     assert found.held_out == pytest.approx(whole.held_out, rel=0.01)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("worker", "two", "fsdp")])
-def test_one_of_each_fault(kind, whole, tmp_path, monkeypatch):
-    """`two` is in the test above, with a launcher that is killed after it, and `worker` in the next one. `fsdp` takes
-    longer: it is in `make faults` alone. The test above kills rda's own launcher, `agent` a torchrun."""
-    monkeypatch.chdir(tmp_path)
-    job = new_job(
-        "torchrun" if kind == "agent" else "rda", change=slow_writes if kind == "writing" else int
-    )
-    complaints = run_trial(kind, job, random.Random(0), whole).complaints
-    assert complaints == [], "\n".join(complaints)
+@pytest.mark.parametrize(
+    ("kind", "launcher"),
+    [("worker", "torchrun"), ("rank 0", "rda"), ("agent", "torchrun"), ("writing", "rda"),
+     ("restarting", "rda"), ("stop", "rda"), ("disk", "rda")],
+)  # fmt: skip
+@pytest.mark.usefixtures("in_a_folder")
+def test_one_of_each_fault(kind, launcher, whole):
+    """`two` is in the test above, with a launcher that is killed after it. `fsdp` takes longer: it is in `make faults`
+    alone. The test above kills rda's own launcher, `agent` a torchrun."""
+    job = new_job(launcher, change=slow_writes if kind == "writing" else int)
+    trial = run_trial(kind, job, random.Random(0), whole)
+    assert trial.complaints == [], "\n".join(trial.complaints)
+    assert trial.outcome == "went on" or kind != "worker"
 
 
-def test_the_only_rank_of_a_torchrun_without_restarts_ends_with_it(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("in_a_folder")
+def test_the_only_rank_of_a_torchrun_without_restarts_ends_with_it():
     """Catches one that trains alone, and on."""
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_bytes(TEXT)
-    job = job_of("torchrun", "worker", Size(steps=2000, restarts=0), ForkedLauncher)
+    job = new_job("torchrun", steps=2000, restarts=0)
     job.num_ranks = 1
-    try:
-        job.begin()
+    with begun(job):
         assert job.wait_until(partial(is_running, job, 3)), job.said.read_text()
         job.lose_head(random.Random(0))
         deadline = time.monotonic() + 20
         while job.orphans() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not job.orphans()
-    finally:
-        job.clear()
     assert "saved at step" in job.said.read_text()
 
 
-def test_torchrun_restarts_a_run(whole, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    trial = run_trial("worker", new_job("torchrun"), random.Random(0), whole)
-    assert (trial.outcome, trial.complaints) == ("went on", [])
-
-
-WORDS = ["train", *OPTIONS.split(), "--steps", str(SIZE.steps)]
-
-
-@pytest.mark.usefixtures("whole")
-class TestSameCommand:
-    """On a finished run."""
-
-    @pytest.fixture(autouse=True)
-    def in_its_folder(self, whole_folder, monkeypatch):
-        monkeypatch.chdir(whole_folder)
-
-    def test_a_finished_run_is_reported(self, monkeypatch):
-        """And not repeated: its checkpoint is the one that was there."""
-        checkpoint = Path(f"run/checkpoint-{SIZE.steps:06d}")
-        inode = checkpoint.stat().st_ino
-        variables = {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": free_port(),
-        }
-        for name, value in (variables | {"TORCHELASTIC_MAX_RESTARTS": "3"}).items():
-            monkeypatch.setenv(name, value)
-        Path("run/record.json").unlink()
-        assert main(WORDS) == 0
-        assert json.loads(Path("run/record.json").read_text())["status"] == "complete"
-        assert checkpoint.stat().st_ino == inode
+def test_a_finished_run_is_reported(whole, whole_folder, monkeypatch):
+    """And not repeated: its checkpoint is the one that was there."""
+    monkeypatch.chdir(whole_folder)
+    newest = Path(f"run/checkpoint-{SIZE.steps:06d}")
+    inode = newest.stat().st_ino
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    Path("run/record.json").unlink()
+    with mock.patch.dict(os.environ, torchrun | place):
+        assert main(["train", *OPTIONS.split(), "--steps", str(SIZE.steps)]) == 0
+    assert json.loads(Path("run/record.json").read_text())["status"] == "complete"
+    assert newest.stat().st_ino == inode
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (
-            ["--restarts", "2", "--run-folder", "run"],
+            "--restarts 2 --run-folder run",
             "--restarts 2, but another launcher started these ranks, and it alone",
         ),
         (
-            [],
+            "",
             "torchrun --max-restarts needs --run-folder, by which ranks that start again find their run",
         ),
     ],
 )
-def test_torchrun_counts_restarts_itself(words, said, monkeypatch, capsys):
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    assert main(["train", *words]) == 2
+def test_torchrun_counts_restarts_itself(words, said, capsys):
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    with mock.patch.dict(os.environ, torchrun):
+        assert main(["train", *words.split()]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -219,30 +203,21 @@ def die_before_a_checkpoint():
         (
             9,
             2,
-            "run: 3 starts in a row ended without a first checkpoint: mend what ended them first\n",
+            "run: 3 starts in a row ended without a first checkpoint: mend what ended them first",
         ),
-        (1, 1, "was ended by SIGKILL; newest checkpoint: none; go on with: rda train {command}\n"),
+        (1, 1, "was ended by SIGKILL; newest checkpoint: none; go on with: rda train {command}"),
     ],
 )
-def test_restarts_end(restarts, code, said, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("in_a_folder")
+def test_restarts_end(restarts, code, said):
     """When they are used up, or when three starts left no new checkpoint."""
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_bytes(TEXT)
-    job = job_of(
-        "rda",
-        "worker",
-        SIZE._replace(restarts=restarts),
-        partial(ForkedLauncher, change=die_before_a_checkpoint),
-    )
-    try:
-        job.begin()
+    job = new_job(change=die_before_a_checkpoint, restarts=restarts)
+    with begun(job):
         assert job.end() == [code], job.said.read_text()
-    finally:
-        job.clear()
     error = job.said.read_text()
-    words = [*OPTIONS.split(), "--steps", str(SIZE.steps), "--timeout", str(SIZE.timeout)]
-    words += [*job.options, "--ranks", "2", "--restarts", str(restarts)]
-    assert error.endswith(said.format(command=shlex.join(words))), error
+    words = f"{OPTIONS} --steps {SIZE.steps} --timeout {SIZE.timeout}"
+    words += f" --ranks 2 --restarts {restarts}"
+    assert error.endswith(said.format(command=words) + "\n"), error
     assert error.count("rda train: restart ") == min(restarts, 2)
 
 
@@ -258,20 +233,15 @@ def refuse_at_the_third_step():
     Metrics.add = full
 
 
-def test_ranks_that_refuse_are_not_started_again(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("in_a_folder")
+def test_ranks_that_refuse_are_not_started_again():
     """Although the other one ends with an error, since it lost the one that refused. A new run leaves nothing."""
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_bytes(TEXT)
     job = new_job(change=refuse_at_the_third_step)
-    try:
-        job.begin()
+    with begun(job):
         assert job.end() == [2], job.said.read_text()
-    finally:
-        job.clear()
     said = job.said.read_text()
-    assert re.search(
-        r"rda train: rank 0 on host \S+: run/metrics.jsonl: No space left on device\n", said
-    ), said
+    sentence = r"rda train: rank 0 on host \S+: run/metrics.jsonl: No space left on device\n"
+    assert re.search(sentence, said), said
     assert "restart" not in said
     assert not Path("run").exists()
 
@@ -286,35 +256,24 @@ def start(number):
     return True
 
 
-def test_what_counts_is_starts_without_a_checkpoint_not_the_count_of_a_launcher(
-    tmp_path, monkeypatch
-):
-    """Each torchrun counts its own restarts, and rank 0 may be of another one after each."""
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("in_a_folder")
+def test_what_counts_is_starts_without_a_checkpoint_not_the_count_of_a_launcher():
+    """Each torchrun counts its own restarts, and rank 0 may be of another one after each. The first start of a command
+    counts anew."""
     leave_checkpoint(5)
     assert [start(number) for number in (0, 1, 7, 8)] == [True, True, True, False]
+    assert [start(number) for number in (0, 1, 2, 3, 4)] == [True, True, True, False, False]
     # the torchrun that had restarted least goes on: its 2 is less than 7, and no repetition
     leave_checkpoint(10)
     assert [start(number) for number in (9, 2, 3, 4)] == [True, True, True, False]
 
 
-def test_the_first_start_of_a_command_counts_anew(tmp_path, monkeypatch):
-    """Although the job's id is one of before, and the checkpoint was saved after more restarts than follow now."""
-    monkeypatch.chdir(tmp_path)
-    leave_checkpoint(5)
-    for _ in range(2):
-        assert [start(number) for number in range(5)] == [True, True, True, False, False]
-
-
 @pytest.mark.parametrize("content", [b"", b"mine\n", b"\xff"])
-def test_a_file_of_somebody_else_counts_no_start(content, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("run").mkdir()
-    Path("run", STARTS_FILE).write_bytes(content)
-    with pytest.raises(
-        ValueError, match=r"was not made by rda train, and nothing is written over it"
-    ):
-        count_start(Path("run"), anew=False)
+def test_a_file_of_somebody_else_counts_no_start(content, tmp_path):
+    (tmp_path / STARTS_FILE).write_bytes(content)
+    said = r"was not made by rda train, and nothing is written over it"
+    with pytest.raises(ValueError, match=said):
+        count_start(tmp_path, anew=False)
 
 
 def test_a_folder_is_waited_for(tmp_path):
@@ -364,26 +323,20 @@ def test_a_rank_ends_after_its_parent(moment):
 def test_ranks_meet_apart_from_those_of_an_earlier_start(monkeypatch):
     """Catches ranks that find addresses of dead ones in torchrun's store, which stays."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(server.port),
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-    }
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+    environment |= {"RANK": "0", "WORLD_SIZE": "2"}
     environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    for restart in range(2):
-        monkeypatch.setenv(RESTART, str(restart))
-        first, second = (store_of_launcher(rank, 2) for rank in range(2))
-        assert not second.check(["address"])
-        first.set("address", "here")
-        assert second.get("address") == b"here"
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    with pytest.raises(
-        ValueError, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"
-    ):
-        store_of_launcher(0, 2)
+    with mock.patch.dict(os.environ, environment):
+        for restart in ("0", "1"):
+            os.environ[RESTART] = restart
+            first, second = (store_of_launcher(rank, 2) for rank in range(2))
+            assert not second.check(["address"])
+            first.set("address", "here")
+            assert second.get("address") == b"here"
+        os.environ["GROUP_WORLD_SIZE"] = "2"
+        remedy = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"
+        with pytest.raises(ValueError, match=remedy):
+            store_of_launcher(0, 2)
 
 
 def test_the_other_ranks_do_not_wait_longer_than_the_first_one(tmp_path):
