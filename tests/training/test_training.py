@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from functools import partial
 from pathlib import Path, PurePosixPath
 from unittest import mock
@@ -28,7 +29,7 @@ from ring_dilated_attention.commands import train as train_command
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.models.saved_run import find_checkpoint
-from ring_dilated_attention.training import loop
+from ring_dilated_attention.training import loop, machine
 from ring_dilated_attention.training.data import Document, load_document, source_files
 from ring_dilated_attention.training.loop import (
     TrainingDiverged,
@@ -37,7 +38,11 @@ from ring_dilated_attention.training.loop import (
     train,
 )
 from ring_dilated_attention.training.machine import peak_resident_bytes, resident_bytes
-from ring_dilated_attention.training.options import Hyperparameters
+from ring_dilated_attention.training.options import (
+    Hyperparameters,
+    add_hyperparameters,
+    resolve,
+)
 from ring_dilated_attention.training.rank_launcher import cause, leave_reason, started
 from ring_dilated_attention.training.run import Run
 from ring_dilated_attention.training.run_folder import LOCK_FILE
@@ -123,15 +128,16 @@ def held_out_of_steps(folder):
 class TestLoop:
     def test_resumed_run_equals_uninterrupted_to_the_bit(self, tmp_path):
         """Within a phase, and at the borders of phases."""
-        whole = train(tiny_run(tmp_path / "whole", **PHASES), ContextParallel(), NEVER)
+        sizes = PHASES | {"dtype": "bfloat16"}
+        whole = train(tiny_run(tmp_path / "whole", **sizes), ContextParallel(), NEVER)
         scores = held_out_of_steps(tmp_path / "whole")
         assert [score is not None for score in scores] == [True] * 4 + [False]
         for stop_after in (1, 2, 4):
             folder = tmp_path / str(stop_after)
-            first = train(tiny_run(folder, **PHASES), ContextParallel(), StopAfter(stop_after))
+            first = train(tiny_run(folder, **sizes), ContextParallel(), StopAfter(stop_after))
             assert (first["status"], first["step"]) == ("interrupted", stop_after)
             assert first["held_out_bits_per_byte"] is None
-            second = train(tiny_run(folder, resume=True, **PHASES), ContextParallel(), NEVER)
+            second = train(tiny_run(folder, resume=True, **sizes), ContextParallel(), NEVER)
             assert second["status"] == "complete"
             assert held_out_of_steps(folder) == scores
             for name in ("bits_per_byte", "held_out_bits_per_byte"):
@@ -140,11 +146,35 @@ class TestLoop:
 
     def test_loss_falls_below_that_of_byte_frequencies(self, tmp_path):
         """Byte frequencies alone give 4.1 bits on this text; what is less was learned from context."""
-        record = train(
-            tiny_run(tmp_path, steps=60, seq_len=96, learning_rate=2e-2), ContextParallel(), NEVER
-        )
-        assert abs(record["bits_per_byte"][0] - 8) < 0.2
-        assert record["held_out_bits_per_byte"] < 2
+        scores = {}
+        for dtype in (None, "float32", "bfloat16"):
+            sizes = {"steps": 60, "seq_len": 96, "learning_rate": 2e-2, "dtype": dtype}
+            record = train(tiny_run(tmp_path / str(dtype), **sizes), ContextParallel(), NEVER)
+            assert abs(record["bits_per_byte"][0] - 8) < 0.2
+            scores[dtype] = record["held_out_bits_per_byte"]
+        assert max(scores.values()) < 2
+        assert scores["bfloat16"] != scores["float32"] == scores[None]
+
+    @pytest.mark.parametrize(
+        ("flags", "words", "dtype"),
+        [
+            ("fma avx512_bf16 avx2", [], "bfloat16"),
+            ("fma amx_bf16 amx_int8", [], "bfloat16"),
+            ("fma avx512f avx2", [], None),
+            ("fma avx512_bf16 avx2", ["--dtype", "float32"], "float32"),
+            ("fma avx512f avx2", ["--dtype", "bfloat16"], "bfloat16"),
+        ],
+    )
+    def test_the_dtype_is_the_processors_or_the_users(self, flags, words, dtype):
+        """A run that goes on keeps its dtype, on another processor too."""
+        parser = ArgumentParser()
+        add_hyperparameters(parser, int)
+        with mock.patch.object(machine, "_values", return_value=iter([flags])):
+            options = resolve(parser.parse_args(words))
+        assert options.dtype == dtype
+        for other in ("avx2", "avx512_bf16"):
+            with mock.patch.object(machine, "_values", return_value=iter([other])):
+                assert resolve(parser.parse_args([]), options).dtype == dtype
 
     def test_diverged_loss_stops_the_run(self, tmp_path):
         run = tiny_run(tmp_path, learning_rate=1e30, warmup_steps=0)
@@ -415,6 +445,7 @@ class TestCommand:
             ("--held-out-bytes 1M", "pass more --data, or a smaller --held-out-bytes or --seq-len"),
             ("--phases 48:1:1", "--phases 48:... is not shorter than --seq-len 48: leave it out"),
             ("--phases 8:2 8:2:1", "--phases '8:2' must be LENGTH:BATCH:STEPS, such as 512:2:1000"),
+            ("--dtype float64", "--dtype 'float64' must be float32 or bfloat16"),
             ("--phases 8:0:1", "--phases '8:0:1' must be LENGTH:BATCH:STEPS"),
         ],
     )
