@@ -221,6 +221,8 @@ class TestLoop:
         assert len(record["bits_per_byte"]) == 5
         assert record["ranks"][0]["resident_peak"] > 0
         text = summary(record)
+        said = text.replace(str(tmp_path), "runs/20250131-120000")
+        assert [line for line in said.splitlines() if len(line) > 80] == []
         assert text.startswith("peak resident memory of a rank: ")
         bits = f"{record['held_out_bits_per_byte']:.3f} bits per byte on 96 bytes"
         assert f"held out: {bits}\ngzip on the same bytes: " in text
