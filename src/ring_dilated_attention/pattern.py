@@ -288,8 +288,8 @@ class DilatedPattern:
 
         Args:
             held: the query heads of the layer that the tensors hold (tensor parallelism); None for all. Query heads
-                that share a key/value head are all held or none. The returned groups count heads from held.start. Which
-                phase a head reads depends on the head's number in the layer.
+                that share a key/value head are all held or none. In the returned groups, head held.start has the number
+                0. Which phase a head reads depends on the head's number in the layer.
         """
         rate = self.branches[branch].dilation_rate
         groups = self.phase_groups(branch, num_heads, num_kv_heads, held)
@@ -366,9 +366,10 @@ class DilatedPattern:
         A query sees no key if there is no branch in which it has the phase that the head reads. Its out is then 0.
 
         Args:
-            lengths: the lengths of the documents. By default there is one document, as long as the period after which
-                the phases of all branches repeat. If the period is above 2^20 positions, only the first 2^20 of each
-                document are looked at. (Fewer, if heads read more than 64 combinations of phases.)
+            lengths: the lengths of the documents. By default there is one document, whose length is the period of the
+                pattern: after so many positions the phases of all branches repeat. If the period is above 2^20
+                positions, only the first 2^20 of each document are looked at. (Fewer, if heads read more than 64
+                combinations of phases.)
         """
         if self.window is not None:  # in a window every query sees its own position
             return 0, num_heads * sum(lengths if lengths is not None else [1])
@@ -409,7 +410,9 @@ class DilatedPattern:
     def explain(self, num_heads: int, lengths: Sequence[int] | None = None) -> str:
         """One line per branch: which heads read which phases, and which phases no head reads.
 
-        If some queries see no key, a last line gives their share. lengths: of the documents, as in `without_keys`.
+        If some queries see no key, a last line gives their share.
+
+        lengths: the lengths of the documents, as in `without_keys`.
         """
         self.check_heads(num_heads, num_heads)
         lines = []
@@ -506,10 +509,11 @@ def is_finite_number(value: object) -> bool:
 
 
 def _within(heads: range, held: range | None) -> tuple[int, range]:
-    """Keep those of `heads` that are in `held` (None keeps all). Kept heads are numbered from held.start.
+    """Keep those of `heads` that are in `held` (None keeps all), and subtract held.start from their numbers.
 
-    Returns how many of `heads` come before the first kept head, and the kept heads. An example: if `heads` are 0, 2, 4,
-    6 and `held` is 4..7, then heads 4 and 6 are kept. Their new numbers are 0 and 2, and two heads come before.
+    Returns how many of `heads` come before the first kept head, and the new numbers of the kept heads. An example: if
+    `heads` are 0, 2, 4, 6 and `held` is range(4, 8), then heads 4 and 6 are kept. Their new numbers are 0 and 2, and
+    two heads come before.
     """
     if held is None:
         return 0, heads

@@ -54,7 +54,7 @@ def dilated_attention_reference(
     Args:
         cu_seqlens: the borders (0, ..., N) of packed documents; None for one document.
         scale: the default is D**-0.5.
-        sinks_H: the score of the sink of each head; None for no sinks.
+        sinks_H: for each head the score of its sink; None for no sinks.
 
     Returns:
         out (B, N, H, D) and lse (B, N, H) in the input's dtype. A query without keys has out = 0 and lse = -inf, unless

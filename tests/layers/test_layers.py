@@ -241,7 +241,11 @@ SIX_HEADS = {"num_heads": 6, "pattern": DilatedPattern((8,), (2,))}
             {},
             "cut through a group of 2 query heads",
         ),
-        ({**SIX_HEADS, "heads_held": range(4, 8)}, {}, "not consecutive heads of num_heads=6"),
+        (
+            {**SIX_HEADS, "heads_held": range(4, 8)},
+            {},
+            "not a range of consecutive heads within range(6)",
+        ),
         ({**SIX_HEADS, "heads_held": 3}, {}, "heads_held=3 and num_heads=6: give both or none"),
         (
             {**SIX_HEADS, "heads_held": range(3), "sub_layernorm": True},

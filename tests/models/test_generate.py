@@ -217,7 +217,7 @@ def test_a_prompt_that_does_not_fit_is_in_no_cache(monkeypatch):
     for prompts, message in (
         (
             [tokens[0, :3], tokens[1]],
-            "max_len=9 positions, and row 1 of the batch has 0: with 10 more",
+            "max_len=9 positions, and sequence 1 of the batch has 0: with 10 more",
         ),
         ([[1] * 9, [1] * 8 + [50]], "prompt 1 has tokens from 1 to 50, but vocab_size=50"),
     ):

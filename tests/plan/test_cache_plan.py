@@ -232,15 +232,15 @@ def test_the_papers_pattern():
         (lambda: plan_cache(PAPER, 1, 1, None, -1), "keep=-1 ... an integer of at least 0"),
         (
             lambda: check_append(plan_cache(PAPER, 1, 1, 10), [0, 8], [3, 3]),
-            "max_len=10 ... row 1 of the batch has 8 ... 3 more there would be 11 ... max_len=11",
+            "max_len=10 ... sequence 1 of the batch has 8 ... 3 more there would be 11 ... max_len=11",
         ),
         (
             lambda: check_crop(plan_cache(PAPER, 1, 1), [5], [0], [6]),
-            "crop(6) ... has 5 positions ... between 0 and 5",
+            "crop(6) ... has 5 positions ... Crop 0 to 5",
         ),
         (
             lambda: check_crop(plan_cache(PAPER, 1, 1, None, 2), [2050], [2048], [4]),
-            "crop(4) ... from 2050 positions back to 2046 ... take back 2 or fewer ... keep=4 ... keep=2",
+            "crop(4) ... from 2050 to 2046 positions ... Crop at most 2 ... keep=4 ... keep=2",
         ),
     ],
 )

@@ -158,7 +158,7 @@ def rank_errs(rank, world_size):
             ({"value": value.float()}, alike),
             ({"pattern": None}, "pattern must be a DilatedPattern, got None"),
             ({"num_heads": 0}, "num_heads=0 must be"),
-            ({"heads_held": range(0)}, "heads_held=range(0, 0) are not"),
+            ({"heads_held": range(0)}, "heads_held=range(0, 0) is not"),
             ({"key": None}, "has no attribute"),
         )
     ]

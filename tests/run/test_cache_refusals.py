@@ -133,7 +133,7 @@ LENGTHS = "lengths must be an integer tensor (2,)"
         (lambda c: c.crop(8), "crop(8) ... has 7 positions"),
         (
             lambda c: c.crop([3, 4]),
-            "crop(4) ... row 1 ... back to 3 ... take back 3 or fewer ... keep=4 (it has keep=0)",
+            "crop(4) ... sequence 1 ... to 3 positions ... Crop at most 3 ... keep=4 (it has keep=0)",
         ),
         (lambda c: after(12).crop(1), "crop(1)"),  # 12 ends a segment of each branch
         (lambda c: c.crop([1, 1, 1]), "3 numbers ... 2 entries"),

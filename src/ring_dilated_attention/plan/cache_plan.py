@@ -122,15 +122,15 @@ class CachePlan:
         """The numbers of the rows that a buffer keeps once the sequence has `position` positions.
 
         These are the rows that the next query sees. `crop` may remove up to `keep` positions, as long as `floor`
-        positions are left. So the rows that a query would see after that are kept too.
+        positions are left. So the rows that the next query would see after such a crop are kept too.
         """
         return range(buffers.seen(max(position - self.keep, floor)).start, buffers.before(position))
 
     def floor(self, position: int) -> int:
-        """The shortest length to which a sequence of `position` positions can be taken back.
+        """The shortest length to which `crop` can shorten a sequence of `position` positions.
 
-        In each branch `position` lies in a segment. The sequence can be taken back to the latest start of these
-        segments, because all rows since then are kept. It can also be taken back by `keep` positions.
+        In each branch `position` lies in a segment. `crop` can shorten the sequence to the latest start of these
+        segments, because all rows since then are kept. It can also remove the last `keep` positions.
 
         A window has no segments. It adds no limit while `position - keep` is below the window's length, because all
         rows since position 0 are still there. From then on the limit is `position - keep`.
@@ -142,10 +142,9 @@ class CachePlan:
         return max(0, min(youngest, position - self.keep))
 
     def kept_of(self, shard: Shard, position: int) -> Iterator[tuple[Buffers, range, Span]]:
-        """For each buffer and each span of a shard: the numbers of the kept rows in the span, if the span has kept
-        rows.
+        """For each buffer and each span of a shard: the numbers of the buffer's kept rows that lie in the span.
 
-        position: the number of positions of the sequence.
+        Pairs without such rows are left out. position: the number of positions of the sequence.
         """
         for buffers in self.buffers:
             kept = self.kept(buffers, position)
@@ -178,7 +177,7 @@ def plan_cache(
         )
     if not is_integer(keep) or keep < 0:
         raise ValueError(
-            f"keep={keep!r} must be an integer of at least 0: how many positions `crop` can always take back."
+            f"keep={keep!r} must be an integer of at least 0: how many of the last positions `crop` can always remove."
         )
     # Call `cache_rows` only for its ValueError, if the pattern is not causal or cannot run on these heads.
     pattern.cache_rows(num_heads, num_kv_heads)
@@ -246,8 +245,8 @@ def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
 
 def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Tile]:
     """The tiles of new queries times cached keys, in the segment that holds `position` or in the window."""
-    # In the pieces below, `start` and `stop` are numbers of rows of the phase, not positions. `row` is the slot of a
-    # cached row, or the index of a new row in the call.
+    # In the pieces below, `start` and `stop` are not positions. They number the rows of the phase. `row` is the slot of
+    # a cached row, or the index of a new row in the call.
     seen = buffers.seen(position)
     keys: list[Piece] = []
     number = seen.start
@@ -260,7 +259,7 @@ def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Til
         reach = buffers.branch.window_reach(is_causal=True)
         keys, [queries] = cut_apart(keys, [(query, reach)])
     else:
-        # `num_queries`: how many of the new rows of the phase lie in the segment at `position`.
+        # `num_queries`: how many new rows of the phase lie in the segment that holds `position`.
         left = buffers.segment_length - position % buffers.segment_length
         num_queries = buffers.before(position + min(left, num_new)) - seen.stop
         row = buffers.position_of(seen.stop) - position
@@ -284,28 +283,27 @@ def check_append(plan: CachePlan, positions: Sequence[int], counts: Sequence[int
     for row, (position, count) in enumerate(zip(positions, counts, strict=True)):
         if plan.max_len is not None and position + count > plan.max_len:
             raise ValueError(
-                f"the cache holds max_len={plan.max_len} positions, and row {row} of the batch has {position}: with "
-                f"{count} more there would be {position + count}. Make the cache with max_len={position + count} or "
-                "more, or reset the row."
+                f"the cache holds max_len={plan.max_len} positions, and sequence {row} of the batch has {position}: "
+                f"with {count} more there would be {position + count}. Make the cache with max_len={position + count} "
+                "or more, or reset the sequence."
             )
 
 
 def check_crop(
     plan: CachePlan, positions: Sequence[int], floors: Sequence[int], counts: Sequence[int]
 ) -> None:
-    """Raise ValueError if counts[i] positions cannot be taken back from sequence i, of positions[i] positions.
+    """Raise ValueError if `crop` cannot remove the last counts[i] of the positions[i] positions of sequence i.
 
-    A sequence cannot be taken back below 0, nor below floors[i]: the rows that it would need there were dropped.
+    At least floors[i] positions must be left. With fewer, the next query would see rows that the cache has dropped.
     """
     for row, (position, floor, count) in enumerate(zip(positions, floors, counts, strict=True)):
         if count < 0 or count > position:
             raise ValueError(
-                f"crop({count}): row {row} of the batch has {position} positions. Take back 0 to {position} positions."
+                f"crop({count}): sequence {row} of the batch has {position} positions. Crop 0 to {position} of them."
             )
         if position - count < floor:
             raise ValueError(
-                f"crop({count}) would take row {row} of the batch from {position} positions back to "
-                f"{position - count}, into segments that have ended and whose rows were dropped. It can go back to "
-                f"{floor}: take back {position - floor} or fewer, or make the cache with keep={count} (it has "
-                f"keep={plan.keep})."
+                f"crop({count}) would shorten sequence {row} of the batch from {position} to {position - count} "
+                "positions, but the cache has dropped keys and values that the next query would then see. Crop at "
+                f"most {position - floor} positions, or make the cache with keep={count} (it has keep={plan.keep})."
             )

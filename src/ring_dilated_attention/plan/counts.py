@@ -38,7 +38,7 @@ Pieces = Sequence[tuple[int, int]]  # (start, stop), counted from the start of t
 class SegmentShare(NamedTuple):
     """How much a rank sends and receives for one segment of which it owns a part.
 
-    If it turns out that no other rank has rows of the segment, the rank does not send its chunks (its own rows).
+    The rank's own rows of the segment are its chunks. It does not send them if no other rank has rows of the segment.
     """
 
     place: tuple[int, int]  # the branch, and the position at which the segment starts
@@ -117,8 +117,8 @@ class Phases:
 
         foreign = 0
         for num_phases, phase in self._alike(chain((length,), *pieces)):
-            # `num_own`: how many rows of the phase this rank owns. `last`: how many rows of the phase, over all ranks,
-            # come before the end of this rank's last piece that has such a row.
+            # `num_own`: how many rows of the phase this rank owns. `last`: how many rows of the phase all ranks own
+            # before the end of this rank's last piece with a row of the phase.
             num_own = 0
             last = 0
             for start, stop in pieces:
@@ -133,8 +133,8 @@ class Phases:
         return rows, foreign
 
     def _alike(self, positions: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """Group the phases that have equally many rows before each of these positions. Yields for each group the number
-        of its phases, and one phase of the group."""
+        """Group the phases: two phases of a group have equally many rows before each of these positions. Yields for
+        each group the number of its phases, and one of them."""
         marks = {0, self.num, *(bisect_left(self.phases, x % self.rate) for x in positions)}
         for lo, hi in pairwise(sorted(marks)):
             yield hi - lo, self.phases[lo]
@@ -154,8 +154,8 @@ class Counter:
         self.pattern = job.pattern
         self.borders = job.borders
 
-        # `queries` and `keys` have an entry for each branch: the phase of every query head, and the phases that are
-        # read from key/value heads.
+        # Both lists have an entry for each branch. `queries`: the phase that each query head reads. `keys`: the phases
+        # that are read from each key/value head.
         self.queries: list[Phases] = []
         self.keys: list[Phases] = []
         for branch, (_, rate, _) in enumerate(self.pattern.branches):
@@ -178,8 +178,7 @@ class Counter:
         is_causal = self.pattern.is_causal
         for number, branch in enumerate(self.pattern.branches):
             queries = self.queries[number]
-            # `own_pieces`: for each segment that lies only partly in a span of the rank, the pieces of the segment that
-            # the rank owns.
+            # `own_pieces`: for each segment that is cut into pieces, the pieces that the rank owns.
             own_pieces: dict[Span, list[tuple[int, int]]] = {}
             for span in sorted(self.job.shards[rank]):
                 for start, stop, segment in own_sections(span, self.borders, branch):
@@ -195,7 +194,8 @@ class Counter:
                 own, foreign = self.keys[number].own_and_foreign(
                     pieces, length, is_causal=is_causal
                 )
-                # If causal, count each piece as its own chunk, because other ranks need the pieces at different hops.
+                # If causal, count each piece as a chunk by itself, because other ranks need the pieces at different
+                # hops.
                 rows = tuple([2 * x for x in own]) if is_causal else (2 * sum(own),)
                 if any(rows):
                     shares.append(SegmentShare((number, segment.start), rows, 2 * foreign))

@@ -16,8 +16,8 @@ class Dealing(NamedTuple):
 
     place: int  # this rank's place in the group
     lengths: tuple[int, ...]  # the number of positions of every rank of the group
-    # The group's positions in order, as runs that one rank owns. Each run is (the owner's place in the group, the
-    # owner's local row at which the run begins, number of rows).
+    # The group's positions in order, cut into runs. One rank owns all positions of a run. A run is (the owner's place
+    # in the group, the owner's local row at which the run begins, number of rows).
     runs: tuple[tuple[int, int, int], ...]
 
     @property

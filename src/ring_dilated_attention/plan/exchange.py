@@ -88,11 +88,11 @@ def dealers(exchange: str, job: Job, inner: int) -> int:
 
 
 def dealt(job: Job, size: int, place: int) -> tuple[Job, list[Dealing]]:
-    """The job that is left once groups of `size` neighbouring ranks have dealt their heads.
+    """Plan how groups of `size` neighbouring ranks deal heads. ValueError if heads cannot be dealt.
 
-    All ranks at the same place of their groups get the same heads. Together they have all positions, so they share a
-    job of these heads, with one shard for each group. Returns this job for the ranks at `place`, and how each of these
-    ranks deals heads, by group. ValueError if heads cannot be dealt.
+    The ranks at the same place of their groups get the same heads. Together these ranks have all positions, so they
+    have one job on these heads, with one shard for each group. Returns the job of the ranks at `place`, and for each
+    group how its rank at `place` deals heads.
     """
     check_dealing(job.num_kv_held, size)
     share = len(job.held_heads) // size

@@ -45,8 +45,8 @@ def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> ra
     num_held: the number of query heads in the tensors. ratio: how many query heads share a key/value head.
 
     Raises:
-        ValueError: unless heads_held are consecutive heads of num_heads, as many as num_held, and whole groups of heads
-            that share a key/value head.
+        ValueError: unless heads_held is a range of num_held consecutive heads within range(num_heads). If query heads
+            share a key/value head, the range must contain all of them or none.
     """
     if heads_held is None and num_heads is None:
         return range(num_held)
@@ -55,16 +55,16 @@ def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> ra
         or isinstance(num_heads, bool)
         or not isinstance(num_heads, int)
     ):
-        remedy = "give both or none, as heads_held=range(3, 6) of num_heads=6."
+        remedy = "give both or none, for example heads_held=range(3, 6) and num_heads=6."
         raise ValueError(f"heads_held={heads_held!r} and num_heads={num_heads!r}: {remedy}")
     if heads_held.step != 1 or not 0 <= heads_held.start < heads_held.stop <= num_heads:
         raise ValueError(
-            f"heads_held={heads_held} are not consecutive heads of num_heads={num_heads}."
+            f"heads_held={heads_held} is not a range of consecutive heads within range({num_heads})."
         )
     # Subtract the bounds, because torch.compile cannot take `len` of a range with variable bounds.
     if heads_held.stop - heads_held.start != num_held:
         raise ValueError(
-            f"heads_held={heads_held} are {len(heads_held)} heads, and query holds {num_held}."
+            f"heads_held={heads_held} has {len(heads_held)} heads, but query has {num_held}."
         )
     if num_heads % ratio or heads_held.start % ratio or num_held % ratio:
         group = f"a group of {ratio} query heads that share a key/value head"

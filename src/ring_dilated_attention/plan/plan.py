@@ -5,8 +5,8 @@ of a shard is local: its tile has the same rows on both sides.
 
 A segment that straddles shards has a *ring*: the ranks that share it, in order. A rank's number in this order is its
 *place*. Each rank packs its key and value rows that the dilation selects, its *chunk*, into a flat buffer. The chunks
-travel along the ring. At hop 1 a rank gets the chunk of the place before its own, at hop 2 that of two places before,
-and so on. The rank *meets* a chunk at a hop if it needs the chunk's rows.
+travel along the ring. At hop 1 a rank gets the chunk of the rank one place before it, at hop 2 the chunk of the rank
+two places before it, and so on. But it gets a chunk only if it needs the chunk's rows.
 
 Sizes and offsets of buffers are in units of B * D elements, so that a plan holds for any batch and head dim.
 """
@@ -27,10 +27,10 @@ class Tile(NamedTuple):
     query: Rows
     key: Rows | Block
     mask: str  # which of the keys a query row sees (`sight.py`)
-    # Whether no earlier tile has results for these query rows. If set, this tile's results are written, otherwise
+    # If set, no earlier tile has results for these query rows, and this tile's results are written. If not, they are
     # added.
     first_query: bool
-    # Whether no earlier tile has gradients for these key rows. If set, this tile's gradients are written, otherwise
+    # If set, no earlier tile has gradients for these key rows, and this tile's gradients are written. If not, they are
     # added.
     first_key: bool
     # The block of this rank's chunks that holds a copy of the key rows, or None. Kernels read the copy faster.
@@ -49,16 +49,16 @@ class Tile(NamedTuple):
     def split(self, max_rows: int, fewest_heads: int) -> Iterator["Tile"]:
         """Split the tile into smaller tiles, along segments and heads.
 
-        Each has at most max_rows query rows and at most max_rows key rows, summed over its heads and segments. But it
-        has at least `fewest_heads` key/value heads, counted once for each segment, even if these have more rows. Query
-        heads that share a key/value head stay together.
+        Each has at most max_rows query rows and at most max_rows key rows, summed over its heads and segments. It may
+        have more if it would otherwise have fewer than `fewest_heads` key/value heads (a head of n segments counts n
+        times). Query heads that share a key/value head stay together.
         """
         query = self.query
         key = self.key
         num_heads = len(query.heads)
         num_kv_heads = len(key.heads)
 
-        # `most`: how many query heads, counted once for each segment, have `max_rows` rows together.
+        # `most`: how many query heads have `max_rows` rows together. A head of n segments counts n times.
         most = max_rows // max(query.num_rows, key.num_rows)
         heads = max(fewest_heads, most * num_kv_heads // num_heads)
         segments = query.segments
@@ -105,13 +105,13 @@ class Hop(NamedTuple):
     sends: tuple[Message, ...] = ()  # chunks
     receives: tuple[Message, ...] = ()  # chunks
     tiles: tuple[Tile, ...] = ()  # this rank's queries times received chunks
-    # Received chunks to whose gradients this rank adds first.
+    # Received chunks whose gradients start at this rank, from zero.
     grad_starts: tuple[Message, ...] = ()
     grad_sends: tuple[Message, ...] = ()  # gradients of received chunks
-    # The sums so far of the gradients of chunks that arrive at the next hop, and finished gradients of this rank's
-    # chunks.
+    # Two kinds of gradients: unfinished ones, of chunks that arrive at the next hop, and finished ones, of this rank's
+    # own chunks.
     grad_receives: tuple[Message, ...] = ()
-    # This rank's chunks, each with the rank that meets the chunk at this hop. Only `gathered` uses this field.
+    # This rank's chunks that another rank (`Message.peer`) needs at this hop. Only `gathered` uses this field.
     targets: tuple[Message, ...] = ()
 
 
@@ -156,7 +156,7 @@ class Plan:
         return sum(tile.pairs for tile in self.tiles)
 
     def packs_of(self, message: Message) -> Iterator[tuple[Rows, Block]]:
-        """The rows that this rank packed into the chunk of a message, and the block of the chunk where they lie.
+        """For each block of the chunk that a message carries: the rows that this rank packed there, and the block.
 
         The offsets of these blocks count from the start of the chunk.
         """
@@ -174,11 +174,11 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def gathered(plan: Plan) -> Plan:
-    """The plan of the same work with one hop (all_gather).
+    """The plan of the same work in a single hop (all_gather).
 
     The owner of a chunk sends it to all ranks that need it, and each of them sends a gradient of it back. All ranks
     together send as many bytes as in a ring. A rank waits once, where in a ring of g ranks it waits up to g - 1 times.
-    But it holds all chunks that it needs at the same time, and their gradients.
+    But it holds all chunks that it needs, and their gradients, at the same time.
 
     In the buffer, chunks are sorted by owner. Chunks of the same owner keep the order of the hops.
     """
@@ -207,7 +207,7 @@ def gathered(plan: Plan) -> Plan:
         gradients.append(target._replace(offset=home_size, is_gradient=True))
         home_size += target.size
 
-    # Move the keys of tiles to the new offsets. A tile's chunk is the one in whose old slice the tile's block lies.
+    # Move the keys of tiles to the new offsets. A tile's keys belong to the chunk whose old slice contains their block.
     tiles: list[Tile] = []
     for hop, moved_chunks in zip(plan.hops, moved, strict=True):
         for tile in hop.tiles:

@@ -1,8 +1,8 @@
 """Make a rank's plan from pattern and shards. Pure integers, no torch.
 
 A *tile* is a block of queries times keys. The plan lists the tiles of the rank's own queries and own keys. For
-segments that other ranks share, it lists what the rank sends, receives and computes at each hop of their rings
-(`rings.py`). `plan.py` has the types.
+segments that the rank shares with other ranks, it lists what the rank sends, receives and computes at each hop of a
+ring (`rings.py`). `plan.py` has the types.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ def make_plan(job: Job, rank: int) -> Plan:
 
 
 class _Planner:
-    """Makes the parts of a rank's plan. It keeps what the plans of all ranks of a job share."""
+    """Makes the parts of a rank's plan. It keeps what is the same in the plans of all ranks."""
 
     def __init__(self, job: Job) -> None:
         self.pattern = job.pattern
@@ -96,11 +96,10 @@ class _Planner:
         tiles: list[Tile] = []
         rings: dict[tuple[int, int], tuple[Ring, ...]] = {}  # by (branch, origin)
         for number, branch in enumerate(self.pattern.branches):
-            # `sections`: the pieces of the sequence that the rank owns, each with the segment of which it is a part, or
-            # with None if the piece is one or more whole segments.
+            # `sections`: (piece, segment) for each piece of the sequence that the rank owns. `segment` is the segment
+            # of which the piece is a part, or None if the piece is one or more whole segments.
             sections: list[tuple[Piece, Span | None]] = []
-            # `own_pieces`: for each segment that lies only partly in a span of the rank, the pieces of the segment that
-            # the rank owns.
+            # `own_pieces`: for each segment that is cut into pieces, the pieces that the rank owns.
             own_pieces: dict[Span, list[Piece]] = {}
             for span in self.shards[rank]:
                 for start, stop, segment in own_sections(span, self.borders, branch):
@@ -117,8 +116,8 @@ class _Planner:
                     # Take the segment out of `own_pieces`, so that the segment is done only once even if the rank has
                     # two pieces of it.
                     pieces = sorted(own_pieces.pop(segment))
-                    # Put each piece with itself first, because the results of such a pair may be written. The results
-                    # of other pairs are added.
+                    # First the pairs of a piece with itself, because their results may be written. The results of
+                    # other pairs are added.
                     pairs = sorted(product(pieces, pieces), key=lambda pair: pair[0] != pair[1])
                     for query, key in pairs:
                         mask = self.mask(number, query, key)
@@ -166,8 +165,8 @@ class _Planner:
     ) -> Iterator[Tile]:
         """The tiles of own queries times own keys under a mask, for all heads.
 
-        number: the branch. origin: where the segment starts. again: (n, step) repeats each tile n times, each time
-        `step` positions further on. So one tile has many segments.
+        number: the branch. origin: where the segment starts. again: (n, step) gives each tile n segments, each `step`
+        positions after the one before.
         """
         rate = self.pattern.branches[number].dilation_rate
 
@@ -189,7 +188,7 @@ class _Planner:
     def rows_of(self, ring: Ring, place: int) -> Iterator[tuple[Piece, Rows, Block]]:
         """The key/value rows that the rank at a place of a ring packs into its chunk.
 
-        Each comes with the piece of the segment that it is from, and its block in the chunk.
+        Yields for each block of the chunk the piece that the rows are from, the rows, and the block.
         """
         rate = self.pattern.branches[ring.branch].dilation_rate
         for entry in ring.chunks[place].entries:
@@ -216,9 +215,10 @@ class _Planner:
         offset: int,
         rank: int,
     ) -> tuple[Tile, ...]:
-        """The tiles of a piece's queries times a part of another rank's chunk.
+        """The tiles of some of this rank's queries times a part of another rank's chunk.
 
-        number: the branch. entry: the part of the chunk. offset: where the chunk begins in the buffer.
+        number: the branch. query: the piece with the queries. entry: the part of the chunk. offset: where the chunk
+        begins in the buffer.
         """
         rate = self.pattern.branches[number].dilation_rate
         query_bands = make_bands(entry.band.group, query, origin, rate)
@@ -243,9 +243,9 @@ class _Planner:
     def blocks_of(self, tile: Tile, rank: int) -> Iterator[Tile]:
         """Cut a tile into blocks of heads, so that the kernel's result for a block takes little memory.
 
-        The result of a block is at most a third of the rank's query. But a block has at least 4 key/value heads, which
-        the kernel's threads need. A tile of all rows that comes first stays whole, because its result becomes the
-        accumulator.
+        The result of a block is at most about a third as large as the rank's query. But a tile of 4 or more key/value
+        heads gives no block of fewer than 4, so that several threads of the kernel have work. If the first tile has all
+        rows, it stays whole, because its result becomes the accumulator.
         """
         # `local_size` and `size` count rows of one head: a position with 8 heads has 8 such rows.
         local_size = shard_length(self.shards[rank]) * self.num_heads
@@ -289,8 +289,9 @@ class _Planner:
 class _PlaceInRing:
     """What a rank does at its place of one ring, hop by hop.
 
-    At hop s the chunk of place c is *due* at place c + s: the rank there receives it, if it needs it (`rings.py`). The
-    ring's chunks lie in the buffers from `offset` on. last: the last hop of all rings of the rank.
+    At hop s the chunk of place c is *due* at place c + s: the rank there receives the chunk if it needs the chunk's
+    rows (`rings.py`). The ring's chunks lie in the buffers from `offset` on. last: the last hop of all rings of the
+    rank.
     """
 
     def __init__(self, planner: _Planner, ring: Ring, rank: int, offset: int, last: int) -> None:
@@ -300,9 +301,9 @@ class _PlaceInRing:
         self.offset = offset
         self.place = ring.place_of(rank)
 
-        # Four lists with a boolean for each hop from 0 to last + 1: whether the rank at which a chunk is due then needs
-        # the chunk. `own` is about this rank's chunk, wherever it is due. `here`, `after` and `before` are about the
-        # chunk that is due at this place, the next place and the previous place.
+        # Entry s of each list (0 to last + 1) says whether a chunk is needed at hop s, by the rank at which it is due
+        # then. `own`: this rank's chunk. `here`, `after` and `before`: the chunk that is due at this place, at the next
+        # place and at the previous place.
         self.own = [ring.meets(self.place, s) for s in range(last + 2)]
         self.here = self._needed_at(self.place, last)
         self.after = self._needed_at(self.place + 1, last)
@@ -350,14 +351,14 @@ class _PlaceInRing:
         previous = ranks[place - 1]
 
         if after[s] and (s == 1 or here[s - 1]):
-            # Send the chunk that was received at the hop before to the next place. At hop 1 send this rank's own chunk
-            # there.
+            # Send to the next place: at hop 1 this rank's own chunk, later the chunk that was received at hop s - 1.
             lists["sends"].append(self.message(following, place + 1 - s))
 
         if own[s]:
-            # `target`: the rank that needs this rank's chunk at this hop. This rank sends the chunk there, unless the
-            # place before the target's needed the chunk too. The target returns the chunk's gradient, unless the place
-            # after needs the chunk too.
+            # `target`: the rank that needs this rank's chunk at hop s. If the rank just before `target` in the ring
+            # needed the chunk too, that rank passes it on. Otherwise this rank sends it (for hop 1 see above). If the
+            # rank just after `target` needs the chunk too, `target` passes the chunk's gradient on. Otherwise `target`
+            # returns the gradient to this rank.
             target = ranks[(place + s) % len(ranks)]
             lists["targets"].append(self.message(target, place))
             if s > 1 and not own[s - 1]:
@@ -379,8 +380,8 @@ class _PlaceInRing:
             lists["grad_sends"].append(self.message(home, due, is_gradient=True))
 
         if before[s] and here[s + 1]:
-            # The chunk that is due at this place at the next hop is at the previous place now. The rank there sends the
-            # sum of the chunk's gradient so far.
+            # The previous rank has the chunk that this rank gets at hop s + 1. That rank sends the chunk's gradient, as
+            # summed so far.
             coming = self.message(previous, place - s - 1, is_gradient=True)
             lists["grad_receives"].append(coming)
 

@@ -3,8 +3,8 @@
     plan -> program -> {carried out (run/executor.py), weighed (simulate/weighing.py), timed (forecast/clock.py)}
 
 This file alone decides the order of steps: on one device, in a ring (arXiv 2310.01889), with all chunks in one round
-(`plan.gathered`) and with heads dealt to ranks. A whole program is made before its first step is carried out.
-`print(program)` shows it, a step to a line (docs/how_it_works.md).
+(`plan.gathered`) and with heads dealt to ranks (`dealing.py`). A whole program is made before its first step is carried
+out. `print(program)` shows it, a step to a line (docs/how_it_works.md).
 
 A *tile* is one kernel call: a block of queries times keys. A *chunk* is the keys and values of one rank that travel
 along a ring of ranks, one *hop* at a time. An *accumulator* is out, lse, dq, dk or dv before it has its final dtype.
@@ -108,7 +108,7 @@ class _Maker:
         self.started: set[str] = set()
         self.gathered: set[str] = set()
 
-        # `late`: the names of the buffers of this rank's chunks that are packed again, to be sent at the current hop.
+        # `late`: the names of new buffers. Each holds a chunk of this rank, packed again to be sent at the current hop.
         self.late: list[str] = []
 
         # `arriving`: the steps that wait for the gradients of this hop's chunks, sent by the rank that had the chunks
@@ -181,7 +181,7 @@ class _Maker:
         self.finish("dq", "dk", "dv")
 
     def own_tiles(self) -> list[tuple[Tile, str]]:
-        """The tiles of this rank's queries and keys. Each comes with the name of where its keys are read from."""
+        """The tiles of this rank's queries and keys. Each comes with where its keys are: OWN_CHUNKS or OWN_ROWS."""
         return [(tile, OWN_CHUNKS if tile.packed else OWN_ROWS) for tile in self.plan.local]
 
     def start_hop(self, s: int) -> None:
@@ -300,7 +300,8 @@ class _Maker:
         return self.facts.kept_rows is not None and not self.plan.hops
 
     def partials(self, tiles: Tiles) -> None:
-        """Compute tiles' partials (out and lse over a tile's keys), and merge them: at once, if results are kept."""
+        """Compute tiles' partials (out and lse over a tile's keys), and merge them: one by one, or all together if
+        results are kept."""
         for kv_heads, block in self.head_blocks(tiles, ("out",)):
             for call, entry, keys in block:
                 self.put(steps.Compute(call, entry, "partial", keys, self.copied(call, keys)))
@@ -311,11 +312,11 @@ class _Maker:
         self.gathered.add("out")
 
     def all_gradients(self, tiles: Tiles, names: tuple[str, ...], sums: str = OWN_ROWS) -> None:
-        """Compute the gradients of tiles and add them up: one by one, or all at once if results are kept.
+        """Compute the gradients of tiles and add them up: one by one, or all together if results are kept.
 
         names: the gradients that are added to this rank's accumulators. They are dq, dk and dv if the keys are this
-        rank's own, and dq alone if the keys are a received chunk's. Then dk and dv are added one by one to the buffer
-        `sums`, which travels on.
+        rank's own, and dq alone if the keys are a received chunk's. In the second case dk and dv are added one by one
+        to the buffer `sums`, which travels on.
         """
         for kv_heads, block in self.head_blocks(tiles, names):
             if block and self.facts.kept_rows is not None:
@@ -421,8 +422,7 @@ class _Maker:
         for call in calls:
             rows = call.query
             # One call can take all batch entries if all segments are equally far apart in memory, also the last segment
-            # of an entry and the first segment of the next entry. This is so if the segments fill an entry without a
-            # rest.
+            # of an entry and the first segment of the next entry. This is so if the call's segments fill an entry.
             fills = self.plan.num_rows == rows.segments * rows.segment_step
             if facts.batch == 1 or rows.segments == 1 or (facts.folds and fills):
                 yield call, None
@@ -439,7 +439,7 @@ class _Maker:
 
         query = tile.query
         padded_rows = query.num_rows + -query.num_rows % steps.ROW_BLOCK
-        # `most_heads`: how many query heads, counted once for each segment, a call may have.
+        # `most_heads`: how many query heads a call may have. A head of n segments counts n times.
         most_heads = max(most_rows // (padded_rows * self.facts.batch), 1)
         if len(query.heads) * query.segments <= most_heads:
             yield tile
@@ -481,8 +481,8 @@ class _Maker:
     def how(self, name: str, rows: Rows, is_first: bool, entry: int | None, otherwise: str) -> str:
         """How a tile's result gets into its accumulator: "keep", "adopt", "write", or else `otherwise`.
 
-        `step.Merge` explains these words. name: the accumulator. rows: the rows of the result. is_first: whether no
-        earlier tile has results for these rows. otherwise: "merge" or "add", for a result that is not the first.
+        `step.Merge` explains these words. name: the accumulator. rows: the rows of the result. is_first: the tile's
+        `first_query` or `first_key`. otherwise: "merge" or "add", for a result that is not the first.
         """
         if self.facts.kept_rows is not None:
             return "keep"

@@ -1,4 +1,4 @@
-"""Find the rings of a segment that straddles shards: which ranks share which heads. Pure integers, no torch.
+"""Find the rings of a segment that straddles shards: which ranks exchange rows of which heads. Pure integers, no torch.
 
 An example: a segment of 8 positions at rate 4. Rank 0 owns two positions, and rank 1 six. Head h of 4 reads phase h:
 
@@ -38,7 +38,7 @@ class ShardIndex:
         self.starts = [span.start for span, _ in self.owners]
 
     def owner(self, position: int) -> tuple[Span, int]:
-        """The span that holds a position, and its rank."""
+        """The span that holds a position, and the rank that owns the span."""
         return self.owners[bisect_right(self.starts, position) - 1]
 
     def piece(self, span: Span, start: int, stop: int) -> Piece:
@@ -111,8 +111,8 @@ class RingMaker:
         of a rank at different hops. Then there is a ring for the first pieces of all ranks, one for the second pieces,
         and so on.
 
-        pieces: the pieces of each place of the ring. Yields for each ring a slice of a rank's pieces, and for each
-        place the ranges of hops at which its chunk is needed.
+        pieces: for each place of the ring, the pieces of the rank there. Yields (slice, needed) for each ring: which of
+        a rank's pieces travel in it, and the ranges of hops at which the chunk of each place is needed.
         """
         if self.pattern.is_causal:
             needed = causal_hops([[piece.start for piece in of_place] for of_place in pieces])
@@ -134,12 +134,12 @@ class RingMaker:
     def members(
         self, branch: int, origin: int, stop: int
     ) -> Iterator[tuple[dict[int, list[Piece]], list[HeadGroup]]]:
-        """Group the heads of a segment whose rows the same ranks need.
+        """Group the heads of a segment. Within a group, the same ranks need the rows of every head.
 
         A rank that has rows of a phase needs all other rows of this phase. In a causal pattern it needs only the rows
         before its own last piece.
 
-        Yields for each group of heads the ranks, each with its pieces, and the heads.
+        Yields for each group the pieces of each of these ranks, and the heads.
         """
         rate = self.pattern.branches[branch].dilation_rate
         pieces_of_ranks = self.index.pieces(origin, stop)

@@ -29,10 +29,9 @@ from .rows import Band, Block, Piece, make_bands
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One block of a chunk (what a rank sends): the rows of one piece of the rank's shard, for a band of neighbouring
-    heads.
+    """The part of a chunk with the rows of one piece, for some neighbouring heads (`band`).
 
-    piece: the index of the piece among the rank's pieces in `Ring.keys`.
+    piece: the index of the piece among the rank's pieces in `Ring.keys`. block: where the rows lie in the chunk.
     """
 
     piece: int
@@ -74,9 +73,9 @@ class Ring:
     needed: tuple[Hops, ...]
 
     def meets(self, chunk: int, s: int) -> bool:
-        """Whether a chunk is needed at hop s, when it is due at place chunk + s (modulo the number of places).
+        """Whether the chunk of the rank at place `chunk` is needed at hop s.
 
-        chunk: the place of the chunk's owner.
+        The rank that may need it then is at place chunk + s (modulo the number of places).
         """
         for first, last in self.needed[chunk]:  # noqa: SIM110 (`any` takes three times as long)
             if first <= s <= last:
@@ -106,9 +105,10 @@ def make_chunk(
 
 
 def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
-    """For a causal pattern, the hops at which each piece is needed at the place where it is due.
+    """The ranges of hops at which other ranks need each piece of a segment, in a causal pattern.
 
-    A rank needs a piece of another rank if the piece starts before the rank's own last piece.
+    A rank needs a piece of another rank if the piece starts before the rank's own last piece. A rank that is s places
+    after the owner of the piece needs it at hop s.
 
     starts: for each place of the ring, where its pieces start, ascending. The returned lists are in the same order.
     """
@@ -121,8 +121,7 @@ def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
         for place, of_place in enumerate(starts)
         for i, start in enumerate(of_place)
     ]
-    # `waiting`: the places that need none of the pieces that the loop has seen, sorted by the start of their last
-    # piece.
+    # `waiting`: the places that need no piece seen so far in the loop, sorted by the start of their last piece.
     waiting = sorted(range(num_places), key=lambda place: starts[place][-1])
     needed_by: list[tuple[int, int]] = []  # the ranges of places that need the current piece
     for start, place, i in sorted(pieces, reverse=True):
@@ -150,7 +149,7 @@ def _add_place(ranges: list[tuple[int, int]], place: int) -> None:
 
 
 def _hops(ranges: Sequence[tuple[int, int]], place: int, num_places: int) -> Hops:
-    """The ranges of hops at which a place's chunk is due at the places of some ranges.
+    """The hops at which the chunk of `place` is due at the places in `ranges`, as ranges too.
 
     An example: of 8 places, the chunk of place 2 is due at places 3 and 4 at hops 1 and 2. At place 0 it is due at hop
     6. So the ranges (0, 0) and (3, 4) of places give the ranges (1, 2) and (6, 6) of hops.

@@ -144,16 +144,17 @@ class Section(NamedTuple):
 
     start: int
     stop: int
-    # Where the whole segment begins and ends, if the section is a piece of a segment that goes on outside the span.
-    # None for whole segments.
+    # Where the whole segment begins and ends, if the section is only a part of it. None if the section is one or more
+    # whole segments.
     segment: Span | None = None
 
 
 def own_sections(span: Span, borders: Sequence[int], branch: Branch) -> Iterator[Section]:
     """Cut a span into sections: at the borders of documents, and where a segment lies only partly in the span.
 
-    An example: segments of 8 positions and a span 5..27 in one document give the sections 5..7 (a piece), 8..23 (two
-    whole segments) and 24..27 (a piece). A window has no segments: the span's part of each document is one section.
+    An example: if segments have 8 positions, and the span has positions 5 to 27 of one document, the sections are 5 to
+    7 (a piece), 8 to 23 (two whole segments) and 24 to 27 (a piece). A window has no segments: the span's part of each
+    document is one section.
 
     borders: the borders (0, ..., n) of packed documents.
     """
@@ -179,7 +180,7 @@ def own_sections(span: Span, borders: Sequence[int], branch: Branch) -> Iterator
             yield Section(last, stop, Span(last, min(last + length, end)))
 
 
-# Cached, because the planner asks for the bands of the same piece of queries for each received chunk.
+# Cached, because the planner asks for the bands of the same queries again with each received chunk.
 @lru_cache(maxsize=1024)
 def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[Band, ...]:
     """Cut a head group into bands for a piece. Heads without rows in the piece are left out.
@@ -187,8 +188,8 @@ def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[
     origin: where the segment starts. rate: the dilation rate of the branch.
     """
     bands: list[Band] = []
-    # Heads that read the same phase join a band together. On a diagonal each head reads another phase, and joins by
-    # itself.
+    # Heads that read the same phase join a band together. On a diagonal each head reads a phase of its own, and the
+    # heads join one by one.
     heads_at_once = 1 if group.phase_step else len(group.query_heads)
     for j, phase in enumerate(group.phases):
         # `ahead`: how many positions of the piece come before its first row of the phase.

@@ -58,7 +58,7 @@ def _document_shards(lengths: Sequence[int], documents: Borders) -> tuple[Shard,
 
 
 class Sharding(NamedTuple):
-    """A rule by which ranks share a sequence."""
+    """A rule that says which rank owns which positions."""
 
     # (number of positions of every rank, borders of packed documents) -> the shard of every rank. If `takes_lengths` is
     # False, only the number of ranks and the sum of their positions matter, because the rule itself decides the
@@ -87,7 +87,7 @@ def sharding_of(name: str) -> Sharding:
 def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
     """The shard of every rank.
 
-    lengths: the number of positions of every rank. ValueError if the sharding gives the ranks other numbers.
+    lengths: the number of positions of every rank. ValueError if the sharding gives a rank another number.
     """
     return ShardSpec(sharding, len(lengths)).shards_of(lengths)
 
@@ -101,7 +101,7 @@ def deal_documents(documents: Borders, seq_len: int, num_ranks: int) -> tuple[Sh
     """
     if documents is None:
         raise ValueError(
-            "sharding='zigzag_documents' deals each document by itself, so this call needs cu_seqlens, the same on "
+            "sharding='zigzag_documents' cuts each document by itself, so this call needs cu_seqlens, the same on "
             "every rank ([0, N] for one document). If the call takes no cu_seqlens, choose another sharding."
         )
     check_documents(documents, seq_len)
@@ -158,7 +158,7 @@ class ShardSpec(NamedTuple):
     def shards_of(self, lengths: Sequence[int], documents: Borders = None) -> tuple[Shard, ...]:
         """The shard of every rank.
 
-        lengths: the number of positions of every rank. ValueError if this spec gives the ranks other numbers.
+        lengths: the number of positions of every rank. ValueError if this spec gives a rank another number.
         """
         return _shards_of(self, tuple(lengths), documents)
 
@@ -204,7 +204,7 @@ def slice_shard(shard: Shard, lengths: Sequence[int]) -> tuple[Shard, ...]:
 
 
 def joined(spans: Iterable[Span]) -> Shard:
-    """A shard of these spans. Spans that touch become one span, so that a segment in the shard lies in one span."""
+    """A shard of these spans. Spans that touch become one span, so that no segment is cut where they touch."""
     shard: list[Span] = []
     for start, stop in spans:
         if start == stop:

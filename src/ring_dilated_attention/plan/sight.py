@@ -10,8 +10,8 @@ A *mask* is one of three. With CAUSAL and FROM_END there are as many keys as que
     CAUSAL      keys 0..i
     FROM_END    keys i and later (a kernel reverses the rows and computes CAUSAL)
 
-In a segment the mask is FULL or CAUSAL. A sliding window is cut into blocks. A causal window of w positions has blocks
-of w positions. A query sees
+In a segment the mask is FULL or CAUSAL. For a sliding window the positions are cut into blocks. A causal window of w
+positions has blocks of w positions. A query sees
 
     its own block       CAUSAL
     the block before    FROM_END: the first w - 1 queries of a block times the last w - 1 keys of the block before
@@ -105,8 +105,8 @@ def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[
         if not is_causal:
             yield Meeting(before, after, CAUSAL, number, size)
     border = (number + 1) * size
-    # Yield the meetings of the last block, which may be short, with m queries. Over the m farthest of the `reach` keys
-    # before the block the mask is a triangle. All m queries see all nearer keys.
+    # The last block may be short. Let it have m queries. For the m farthest of the `reach` keys before the block, the
+    # mask is a triangle. All m queries see all nearer keys.
     if border < length:
         before = range(border - reach, border)
         after = range(border, length)

@@ -152,7 +152,7 @@ class Wait(NamedTuple):
 
 
 class Zero(NamedTuple):
-    """Set a slice of a buffer to zero: the sums of a chunk's gradients."""
+    """Set a slice of a buffer to zero, before a chunk's gradients are added up there."""
 
     where: BufferSlice
 

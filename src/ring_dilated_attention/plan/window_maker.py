@@ -30,8 +30,8 @@ class Portion(NamedTuple):
     document: Span
 
 
-# What is seen of a portion: its keys, cut into pieces, and for each other portion whose queries see some of these keys,
-# the portion and its queries, cut into pieces. `rows.cut_apart` cuts both.
+# The keys of a portion, and (other portion, its queries) for each other portion whose queries see some of these keys.
+# `rows.cut_apart` has cut keys and queries into pieces.
 Sight = tuple[list[Piece], list[tuple[Portion, list[Piece]]]]
 
 
@@ -167,8 +167,7 @@ class WindowMaker:
         """The ring that carries some rows (`keys`) of a portion to the ranks that see them."""
         ranks = sorted((portion.rank, *ranks_that_see))
 
-        # `seeing`: for each rank of the ring, its pieces of queries that see the rows. The owner of the rows has no
-        # such piece.
+        # `seeing`: for each rank of the ring, its queries that see the rows, as pieces. The owner of the rows has none.
         seeing: dict[int, list[Piece]] = {rank: [] for rank in ranks}
         _, queries = self.sight_of(portion)
         for other, pieces in queries:
