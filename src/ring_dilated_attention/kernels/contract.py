@@ -16,7 +16,7 @@ from ..plan.step import Traits
 
 
 class BackwardRows(NamedTuple):
-    """The inputs of a tile's backward. out and lse are over all keys, not only over the tile's keys.
+    """The inputs of a tile's backward. out and lse are the attention over all keys, not only over the tile's keys.
 
     So p = exp(score - lse) is a key's weight among all keys, and the tiles' gradients add up to the exact gradient.
     lse may have more rows than query (`Merging.lse_multiple`).
@@ -58,8 +58,8 @@ class Merging(NamedTuple):
     merge: Callable[..., None]
     add: Callable[..., None]
     lay_out: Callable[..., None]
-    # `Kernel.backward` needs lse with a multiple of this number of rows, so the caller adds rows of inf to the end of
-    # lse.
+    # In `Kernel.backward` the number of rows of lse must be a multiple of this number, so the caller adds rows of inf
+    # at the end.
     lse_multiple: int = 1
 
 
@@ -78,8 +78,8 @@ class Kernel(Protocol):
         """The reason why this backend cannot serve the tensor, or None."""
 
     def takes_short_rows(self, dtype: torch.dtype) -> bool:
-        """Whether the kernel takes rows of this 16-bit dtype as they are. If it does not, and `TRAITS.packing` is set,
-        the caller gives it float32 copies of a tile's rows."""
+        """Whether the kernel takes 16-bit ("short") rows of this dtype as they are. If it does not, and
+        `TRAITS.packing` is set, the caller gives it float32 copies of a tile's rows."""
 
     def merging(self, query: Tensor) -> Merging | None:
         """Functions that merge or add the results of many tiles in one pass. If it returns None, the caller merges or

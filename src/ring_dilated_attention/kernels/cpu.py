@@ -36,10 +36,11 @@ def merging(query: Tensor) -> None:
 
 
 def takes_short_rows(dtype: torch.dtype) -> bool:
-    """Whether torch's attention multiplies rows of this dtype on the CPU's matrix unit (AMX).
+    """Whether the caller should pass 16-bit ("short") rows of this dtype without a copy to float32.
 
-    It is True only for bfloat16, which such a unit multiplies three times as fast as float32. Whether float16 gains is
-    not known, and its partials (out and lse of a tile) would be less exact. No machine with such a unit has run this.
+    It is True for bfloat16 if torch's attention can use the CPU's matrix unit (AMX), which multiplies bfloat16 three
+    times as fast as float32. It is False for float16: whether float16 would be faster is not known, and partials (out
+    and lse of a tile) would be less exact. Untested: we had no CPU with AMX.
     """
     if dtype != torch.bfloat16 or not torch.cpu._is_amx_tile_supported():
         return False
@@ -51,8 +52,8 @@ def takes_short_rows(dtype: torch.dtype) -> bool:
 def short_rows_fail() -> bool:
     """Whether torch's attention raises for 16-bit rows.
 
-    On a CPU with a matrix unit (AMX) torch packs the rows by code that needs torch's AVX512 capability (pack_vnni2).
-    A user can choose a lower capability by ATEN_CPU_CAPABILITY=avx2. Then torch raises.
+    On a CPU with a matrix unit (AMX) torch rearranges such rows by a function (pack_vnni2) that it has only for the
+    capability AVX512. If the user has chosen a lower capability (ATEN_CPU_CAPABILITY=avx2), torch raises.
     """
     return (
         torch.cpu._is_amx_tile_supported() and torch.backends.cpu.get_cpu_capability() != "AVX512"

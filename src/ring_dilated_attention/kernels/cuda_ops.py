@@ -17,7 +17,7 @@ from .traits import MOST_PADDED, padded_head_dim
 
 
 class TileFacts(NamedTuple):
-    """What the choice of an op for a tile depends on."""
+    """The facts about a tile by which its op is chosen."""
 
     dtype: torch.dtype
     device: torch.device
@@ -47,7 +47,7 @@ class Op(NamedTuple):
     forward_arguments: tuple[Any, ...] = (None, True)
     # Returns the reason why the op cannot compute a tile, or None. Only for limits that no other op has.
     refuses: Callable[[TileFacts], str | None] = lambda tile: None
-    # The most batch entries of a call, because a CUDA grid has at most this many blocks along its second and third
+    # The largest number of batch entries in a call. A CUDA grid has at most 65,535 blocks along its second and third
     # dimension.
     max_batch: float = 65_535
     takes_groups: bool = False  # Whether the op takes fewer key/value heads than query heads.
@@ -197,8 +197,8 @@ OPS = {
 
 
 def lse_multiple(name: str | None) -> int:
-    """The backward of the named op needs lse with a multiple of this number of rows. The caller adds rows of inf, for
-    which the weights exp(score - lse) are 0."""
+    """In the backward of the named op the number of rows of lse must be a multiple of the result. The caller adds rows
+    of inf, for which the weights exp(score - lse) are 0."""
     return 32 if name == "efficient" and not torch.version.hip else 1
 
 

@@ -23,7 +23,7 @@ def num_columns(dtype: torch.dtype) -> int:
 def with_dlse_columns(rows: BackwardRows, width: int) -> BackwardRows:
     """The rows with `width` more columns, of which the first one or three carry dlse (`num_columns`).
 
-    The caller must pass `scale` to the op, whose default would follow from the larger head dim.
+    The caller must pass `scale` to the op, because the op's default is computed from the head dim, which is larger now.
     """
     assert rows.dlse is not None
     zeros = (0, width)

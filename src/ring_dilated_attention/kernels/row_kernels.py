@@ -24,15 +24,16 @@ DTYPES = {
 
 @triton.jit
 def write_kernel(table, numbers, NUM: tl.constexpr, OFFSET: tl.constexpr):
-    """Write the numbers to the table on the GPU. The numbers are passed as arguments, not copied to the GPU, because
-    the host would wait for a copy, and a CUDA graph would capture it."""
+    """Write the numbers to the table on the GPU. The numbers are passed as arguments, not copied to the GPU. The host
+    would wait for a copy, and a CUDA graph would read the host's memory again at each replay, when it may hold other
+    numbers."""
     for i in tl.static_range(NUM):
         tl.store(table + i, (numbers[i] >> 1) - OFFSET)
 
 
 @triton.jit
 def _has_rows(tile, entry, head, start, stop):
-    """Whether rows start..stop-1 of this batch entry and head may include rows of the tile."""
+    """Whether range(start, stop) may include rows of the tile, in this batch entry and head."""
     first_head, head_step = tl.load(tile + 4), tl.load(tile + 5)
     k = (head - first_head) // head_step
     is_head = (head >= first_head) & (first_head + k * head_step == head) & (k < tl.load(tile + 6))
@@ -42,7 +43,8 @@ def _has_rows(tile, entry, head, start, stop):
 
 @triton.jit
 def _indices(tile, entry, head, row_N):
-    """Which of the rows row_N the tile has, and their indices in the first three dims of the tile's tensors."""
+    """For each of the rows row_N: whether the tile has it, and its indices in the first three dims of the tile's
+    tensors."""
     k = (head - tl.load(tile + 4)) // tl.load(tile + 5)
     ahead_N = row_N - (tl.load(tile + 2) + k * tl.load(tile + 7)).to(tl.int32)
     step = tl.load(tile + 8).to(tl.int32)
@@ -62,8 +64,8 @@ def _pointers(fields, b_N, k, m_N, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     pointer and strides stand."""
     pointer = tl.load(fields).to(tl.pointer_type(DTYPE))
     stride_b, stride_h, stride_m = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
-    # Tell the compiler that every row begins at a multiple of 16 bytes. If so, ALIGNED is the number of elements in 16
-    # bytes, otherwise 1.
+    # If every row begins at a multiple of 16 bytes, tell the compiler. ALIGNED is then the number of elements in 16
+    # bytes, otherwise it is 1.
     if ALIGNED > 1:
         pointer = tl.multiple_of(pointer, 16)
         stride_b = tl.multiple_of(stride_b, ALIGNED)
@@ -95,8 +97,9 @@ def merge_kernel(
     """Merge all partials (out and lse of a tile) of each row, and write the row's out and lse. If ADDS is set, the
     values that out and lse already hold are merged too.
 
-    Naively lse = log(sum over partials of exp(lse_p)) and out = sum of exp(lse_p - lse) out_p. Here the largest lse so
-    far is subtracted before exp. If ADDS is set, the weights are float64, as in `run/merge.py`.
+    The formulas are lse = log(sum over partials of exp(lse_p)) and out = sum of exp(lse_p - lse) out_p. The largest
+    lse_p so far is subtracted before exp, so that exp does not overflow. If ADDS is set, the weights are float64, as in
+    `run/merge.py`.
     """
     entry, head, start = _block(num_rows, first_head, num_block_heads, BN)
     row_N, column_D = start + tl.arange(0, BN), tl.arange(0, BD)

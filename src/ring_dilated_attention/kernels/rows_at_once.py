@@ -162,7 +162,7 @@ def _launch(
     *args: Any,
     **constants: Any,
 ) -> None:
-    """Launch a program for each block of rows of a head."""
+    """Launch one program for each target, batch entry, head and block of rows."""
     num_blocks = -(-num_rows // constants["BN"])
     with _on_device(args[0]):
         kernel[(batch * num_blocks * num_heads, num_targets)](*args, **constants)
@@ -180,7 +180,8 @@ def _check(*targets: Tensor) -> None:
 
 
 def _block_rows(head_dim: int) -> int:
-    """The number of rows that one program computes: about 4,096 numbers, so that each of 128 threads has 32."""
+    """The number of rows that one program computes. Together they have about 4,096 numbers, 32 for each of 128
+    threads."""
     return max(1, min(128, 4096 // _padded(head_dim)))
 
 
@@ -221,8 +222,8 @@ def _constants(
 def _numbers(tile: TileRows) -> list[int]:
     """The numbers of a tile in a table, as `row_kernels.py` reads them."""
     rows, entry, tensors = tile
-    # `entries`: the tile has the batch entries from entries[0] to entries[1] - 1. If `entry` is None, these are all
-    # entries.
+    # `entries`: start and stop of the tile's batch entries. If `entry` is None, the tile has all entries, and `stop` is
+    # larger than any batch.
     entries = (0, 2**31 - 1) if entry is None else (entry, entry + 1)
     numbers = [*entries, *_geometry(rows)]
 

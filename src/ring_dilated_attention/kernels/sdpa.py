@@ -77,10 +77,10 @@ def ops(query: Tensor) -> dict[str, str | None]:
 
 
 def _any_tile(query: Tensor) -> TileFacts:
-    """The facts of a small tile of the query's dtype, heads and head dim, by which ops are checked before a call.
+    """The facts of a small tile with the query's dtype, heads and head dim. Ops are checked with it before a call.
 
     The tile has two rows on every rank, however many positions a rank has. So either all ranks refuse the call, or
-    none.
+    none does.
     """
     q_BHMD = query.transpose(1, 2)
     return _tile(q_BHMD, q_BHMD)._replace(batch=1, num_rows=2, num_keys=2)
@@ -125,7 +125,7 @@ def _choose(tile: TileFacts) -> str:
 
 
 def _aligned(x_BHMD: Tensor) -> Tensor:
-    """The tensor, or a copy whose rows, strides and pointer are whole numbers of 16 bytes, as the ops need them."""
+    """The tensor, or a copy whose rows, strides and pointer are multiples of 16 bytes, as the ops need them."""
     width = 16 // x_BHMD.element_size()
     if x_BHMD.shape[-1] % width:
         return pad(x_BHMD, (0, -x_BHMD.shape[-1] % width))
@@ -168,7 +168,7 @@ def forward(
 def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, H, M, D), dk and dv (B, G, L, D) of this tile.
 
-    The op may be another than in the forward, since every op's backward takes only out and lse from a forward.
+    The op may differ from the forward's, because every op's backward needs only out and lse from the forward.
     """
     _, _, num_rows, head_dim = rows.query.shape
     _, num_kv_heads, num_keys, _ = rows.key.shape

@@ -1,4 +1,4 @@
-"""What planning must know of each kernel: its scratch memory, the longest tile, and when copies pay.
+"""What planning must know of each kernel: its scratch memory, the longest tile, and when copies save time.
 
 This file does not import torch, so that planning needs no torch. A tile is some query rows and the key rows that they
 attend to.
@@ -48,9 +48,9 @@ def cuda_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
     return batch * num_heads * num_rows * (padded_head_dim(head_dim) + 1) * 4
 
 
-# The most elements that the accumulator of dq in flash's backward may have, its padded rows and head dims included.
+# The largest number of elements that dq's accumulator in flash's backward may have, with its padded rows and head dims.
 # Flash finds elements by 32-bit indices, and with more elements it would write out of bounds, so larger tiles are
-# split. Other ops have no such limit, but tiles of this size do not slow them down.
+# split. They are split for the other ops too, which have no such limit but are not slower with tiles of this size.
 MOST_PADDED = 2**31
 
 
@@ -64,9 +64,9 @@ def most_flash_rows(head_dim: int, has_dlse: bool) -> int:
     return MOST_PADDED // padded_head_dim(width + -width % 8)
 
 
-# When rows are copied, to lie side by side, before torch's CPU flash attention reads them. A copy saves time if every
-# row lies on a memory page of its own, and if segments are so long that several blocks of queries read the same keys.
-# Measured in benchmarks/results/packing.json.
+# The conditions under which rows are copied side by side before torch's CPU flash attention reads them. A copy saves
+# time if every row lies on a memory page of its own, and if segments are so long that several blocks of queries read
+# the same keys. Measured in benchmarks/results/packing.json.
 CPU_PACKING = Packing(distance=4096, num_bytes=4096, max_rows=2**16)
 
 TRAITS = {

@@ -33,10 +33,11 @@ def check_arguments(mesh: DeviceMesh | None, exchange: str, timeout: timedelta) 
 def cut_of(
     num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | None, inner: int = 1
 ) -> ShardSpec:
-    """The rule by which ranks share a sequence. inner: the length of the last axis of a 2-D mesh, else 1.
+    """The rule by which a sequence is cut into shards, one for each rank. inner: the length of the last axis of a 2-D
+    mesh, or 1 if there is no such mesh.
 
     Raises:
-        ValueError: for an unknown `sharding`, and for numbers that do not fit.
+        ValueError: for an unknown `sharding`, an `align` below 1, and lengths that do not fit the ranks.
     """
     for name, number in (("the number of ranks", num_ranks), ("align", align)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:

@@ -75,7 +75,7 @@ def fingerprint(x: Tensor) -> int:
     """A 64-bit hash of a tensor's bytes. Different bytes hardly ever have the same hash."""
     raw = x.detach().contiguous().flatten().view(torch.uint8)
     words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
-    # `place` has a different number for each word: the word's place times an odd factor, modulo 2^64.
+    # `place` has a different number for each 64-bit word: the word's index + 1 times an odd factor, modulo 2^64.
     place = torch.arange(1, words.numel() + 1, device=x.device) * -7046029254386353131
     mixed = (words ^ (words >> 31)) * -4417276706812531889 + place
     return int(((mixed ^ (mixed >> 29)) * (place | 1)).sum())
@@ -114,13 +114,13 @@ def _check_batch(batch: Any, ranks: Ranks, source: int | None) -> None:
             lengths[name] = x.shape[_position_dim(x.shape)]
     if not lengths:
         raise ValueError(
-            "the tensors of a batch must share one number of positions, but none of them has positions."
+            "the tensors of a batch must have the same number of positions, but none of them has positions."
         )
     if len(set(lengths.values())) != 1:
         listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise ValueError(
-            f"the tensors of a batch must share one number of positions, but {listed}. What is not per position, such "
-            "as a label of each recording, needs no cutting: leave it out, and use it on every rank as it is."
+            f"the tensors of a batch must have the same number of positions, but {listed}. What is not per position, "
+            "such as a label of each recording, needs no cutting: leave it out, and use it on every rank as it is."
         )
     seq_len = max(lengths.values())
     documents = documents_of(borders_of(batch.get(BORDERS)), seq_len)

@@ -34,7 +34,7 @@ class Call:
     heads: range
     num_heads: int
     context: str = ""
-    # If `has_sinks` is set, lse has a gradient, because the final out is computed from lse.
+    # Whether the call has attention sinks. If so, lse has a gradient, because the final out is computed from lse.
     has_sinks: bool = False
 
     @property
@@ -131,8 +131,8 @@ def borders_of(cu_seqlens: Any) -> Borders:
 
 
 def borders_field(borders: Borders) -> object:
-    """The value by which ranks compare the borders of documents, and which an error shows: the borders themselves if
-    there are at most 64, else their number and a hash."""
+    """The borders of documents, as ranks compare them and errors show them: all borders if there are at most 64, else
+    their number and a hash."""
     if borders is None or len(borders) <= MOST_SHOWN_BORDERS:
         return borders
     return len(borders), hash(borders)

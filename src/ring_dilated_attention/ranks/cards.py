@@ -20,8 +20,9 @@ def number_of_card(
             takes this GPU.
         current: the number of torch's current GPU. If it is not 0, torch.cuda.set_device has chosen the GPU, and the
             process takes it.
-        environment: the environment variables. In all other cases the process takes the GPU with the process's number
-            on this host, which its launcher puts into a variable. Without such a variable it takes `current`.
+        environment: the environment variables. In all other cases the process takes the GPU whose number is the
+            process's number on this host, modulo `count`. The launcher puts that number into a variable. Without such a
+            variable the process takes `current`.
         count: the number of GPUs that the process sees, which is 1 if the launcher shows each process only one GPU.
     """
     if bound is not None and bound.index is not None:
@@ -33,7 +34,7 @@ def number_of_card(
 
 
 def card_of(group: dist.ProcessGroup | None) -> torch.device:
-    """The GPU of this process, as `number_of_card` chooses it. `group` may be bound to a GPU."""
+    """The GPU of this process, as `number_of_card` chooses it. `group` may be bound to a GPU (`bound`)."""
     bound = None if group is None else group.bound_device_id
     number = number_of_card(
         bound, torch.cuda.current_device(), os.environ, torch.cuda.device_count()

@@ -25,15 +25,15 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 class ContextParallel(NamedContext):
-    """Shares a sequence among the ranks of a group. Each rank holds some of the positions, its shard, with all heads.
+    """Shares a sequence among the ranks of a group. Each rank holds some of the positions (its shard), with all heads.
 
     All ranks of the group make the context at the same time. Every rank runs every forward and every backward, even if
     its shard is empty. A backward runs only if the loss depends on the output of its forward. So a rank that has no use
     for the output adds 0 * out.sum() to its loss. (A forward runs even if nothing uses its output, compiled or not.)
 
-    `rank` is this process's number, below `world_size`. It may differ from the number in the group, because ranks of
-    one host are numbered as neighbours. (On a 2-D mesh, rows of one host are neighbours.) `name` is the context's name
-    in errors, the same on every rank.
+    `rank` is this process's number, below `world_size`. It may differ from the number in the group, because processes
+    of one host get consecutive numbers. (On a 2-D mesh, whole rows of the mesh are reordered.) `name` is the context's
+    name in errors, the same on every rank.
 
     Copies of a module (EMA, nn.TransformerEncoder) hold the same context. Until `close` a context belongs to the thread
     of its first call. A call in another thread raises ValueError on all ranks. In a forked process (a DataLoader's
@@ -47,12 +47,12 @@ class ContextParallel(NamedContext):
             On a 2-D mesh the ranks along the last axis trade heads for positions (all-to-all), and the ranks along the
             first axis send each other keys and values.
         sharding: "contiguous": shards follow each other in the order of ranks. "zigzag": the sequence is cut into 2p
-            near-equal slices, and rank k of p gets slices k and 2p-1-k. "zigzag_documents": the same in each packed
-            document. Every call then needs cu_seqlens. Calls without this argument raise ValueError:
+            near-equal slices, and rank k of p gets slices k and 2p-1-k. "zigzag_documents": each packed document is cut
+            like this. Every call then needs cu_seqlens. Functions without this argument raise ValueError:
             DilatedCache.gather, ShardSequence(shard_inputs=True), and transformers' context_parallel.
         exchange: how keys and values travel. "ring": from rank to rank. "all_gather": to all ranks at once.
-            "all_to_all": ranks trade heads for positions. "auto" chooses by the bytes sent, the memory, the number of
-            hops from rank to rank, and the number of kernel calls.
+            "all_to_all": each rank computes some heads at all positions. "auto" chooses by the bytes sent, the
+            memory, the number of hops from rank to rank, and the number of kernel calls.
         timeout: how long a rank waits for another before it raises. (gloo notices a dead rank at once. With NCCL that
             depends on its watchdog.)
         align: the borders of contiguous shards are multiples of this number.
@@ -224,7 +224,8 @@ class ContextParallel(NamedContext):
                 terms of all these ranks, and gradients must be averaged over the same ranks. Without `over`, each
                 replica has its own mean, and averaged gradients are those of a mean of means.
             step_count: this rank's number of terms in all micro-batches of one step. The losses of the micro-batches
-                then add up to the step's mean, and their gradients to its gradients. Do not divide them further.
+                then add up to the step's mean, and their gradients to the gradients of that mean. Do not divide them
+                further.
 
         Raises:
             ValueError: on every rank, for a sum or a number of terms that cannot be right, and if `over` lacks some of

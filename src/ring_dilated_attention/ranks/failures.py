@@ -4,8 +4,8 @@ import re
 
 NOT_MADE = "did not enter making a ContextParallel"
 
-# Why a rank that still runs may not take part in a call. `usual_cause` adds the first sentence whose key (such as "did
-# not enter backward") is part of the error's text.
+# Usual reasons why a rank that still runs does not take part in a call. `usual_cause` takes the first sentence whose
+# key (such as "did not enter backward") is part of the error's text.
 _USUAL_CAUSES = {
     "did not enter backward": "A rank runs the backward of a call only if its loss depends on the output of that call.",
     NOT_MADE: (

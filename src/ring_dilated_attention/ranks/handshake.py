@@ -28,7 +28,7 @@ def agree(
 ) -> tuple[int, ...]:
     """Check that all ranks make the same call. Returns every rank's `length`.
 
-    Ranks send each other their lengths only if a rank has another length than at the last call of this kind
+    Ranks send each other their lengths only if the length of some rank has changed since the last call of this kind
     (forward, backward, shard, ...).
 
     Args:

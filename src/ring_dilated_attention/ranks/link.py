@@ -35,7 +35,7 @@ Addressed = Sequence[tuple[Tensor, int]]  # pairs (tensor, the peer that sends o
 class WaitTimes(NamedTuple):
     """When this rank began and ended a wait for messages, in seconds of time.perf_counter.
 
-    Messages that arrive while this rank computes cause no wait, so their time is not counted. moment: the call in which
+    Messages that travel while this rank computes cause no wait, so that time is not counted. moment: the call in which
     the rank waited, such as "forward 3".
     """
 
@@ -81,7 +81,7 @@ class GroupPending:
 
 
 class GroupLink:
-    """Sends messages within one process group. A rank or peer is an index of `members`, which has the global ranks.
+    """Sends messages within one process group. A rank or peer is an index into `members`, the list of global ranks.
 
     Two ranks must start the messages between them in the same order, since NCCL has no tags. Plans keep this order.
     """
@@ -135,9 +135,9 @@ class GroupLink:
     def wait_for(self, pending: GroupPending) -> None:
         """Wait for messages, one after the other. On gloo another thread waits, and this thread watches the peer.
 
-        gloo alone would notice a broken connection too late. It then ends the waits for messages that have not begun.
-        But the wait for a message that is under way lasts until its timeout (signalException in
-        gloo/transport/tcp/pair.cc). A `Sentinel` notices the break at once.
+        When a connection breaks, gloo ends the waits for messages that have not begun. But the wait for a message that
+        is under way lasts until its timeout (signalException in gloo/transport/tcp/pair.cc). A `Sentinel` notices the
+        break at once.
         """
         handles = tuple(pending.handles)
         progress = Progress()
@@ -337,7 +337,7 @@ class GroupLink:
     def _as_one(self, tensors: Sequence[Tensor], is_sent: bool, pending: GroupPending) -> Tensor:
         """One tensor to send or receive in the place of `tensors`.
 
-        If there is only one tensor, it is that tensor, unless it must go through host memory. Otherwise it is a
+        A single tensor is returned as it is, unless it must go through host memory. In all other cases the result is a
         buffer. `GroupPending.wait` copies a received buffer to `tensors`.
         """
         first = tensors[0]

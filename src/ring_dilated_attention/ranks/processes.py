@@ -39,9 +39,10 @@ _num_groups: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = We
 def _group_name(members: Sequence[int]) -> str:
     """A name for the next group of these ranks, made from the ranks and the number of groups that they have made.
 
-    torch's own names do not work. Before torch 2.14 a new group may get the name of a closed group, and then finds the
-    closed ports of that group. From 2.14 on a name has the number of all groups that a rank has made. If two ranks have
-    made different numbers of groups, they would wait for each other under different names.
+    torch's own names do not work. Before torch 2.14 a new group may get the name of a closed group, and then tries to
+    connect to that group's ports, which are closed. From 2.14 on torch makes the name from the number of all groups
+    that a rank has made. If two ranks have made different numbers of groups, they would wait for each other under
+    different names.
     """
     ranks = tuple(sorted(members))
     assert dist.group.WORLD is not None
@@ -84,8 +85,8 @@ def backends_with_cpu(default: str) -> str | None:
 
 
 def _side_by_side(members: Sequence[int], hosts: Sequence[str], inner: int) -> list[int]:
-    """The members, ordered so that members on one host are neighbours. Rows of a 2-D mesh (`inner` members each) stay
-    together. hosts: the host name of each member."""
+    """The members, reordered so that members on one host are neighbours. On a 2-D mesh whole rows (`inner` members
+    each) are reordered. hosts: the host name of each member."""
     rows = []
     hosts_of_rows = []
     for first in range(0, len(members), inner):
@@ -103,7 +104,7 @@ class Processes(Ranks):
 
     control: connects all ranks, for handshakes over gloo.
     all: connects all ranks, for data on any device.
-    inner: on a 2-D mesh, connects the ranks that trade heads for positions.
+    inner: on a 2-D mesh, connects the ranks that exchange heads for positions (plan/dealing.py).
     outer: connects the ranks that send each other keys and values.
     """
 
@@ -214,7 +215,7 @@ class Processes(Ranks):
         if self.is_forked:
             raise ValueError(
                 f"{method}: process {os.getpid()} was forked from process {self.process}, which made {self.name}, and "
-                "cannot use its connections. A worker of a DataLoader may ask for positions alone. Make other calls "
+                "cannot use its connections. A worker of a DataLoader may call only `positions`. Make other calls "
                 "in the training loop, on what the DataLoader returns, or set num_workers=0"
             )
 
@@ -364,8 +365,8 @@ def note_dropped(opened: list[GroupLink], name: str, process: int) -> None:
 
 @contextmanager
 def recorded_waits(ranks: Ranks) -> Iterator[list[WaitTimes]]:
-    """A context manager that yields a list. Each wait of this rank for messages in its block, in a handshake too, is
-    appended to the list."""
+    """A context manager that yields a list. While its block runs, each wait of this rank for messages is appended to
+    the list, also a wait in a handshake."""
     waits: list[WaitTimes] = []
     links = ranks.opened if isinstance(ranks, Processes) else []
     for link in links:

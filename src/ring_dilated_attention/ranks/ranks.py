@@ -26,7 +26,7 @@ from ..run.link_contract import Dealer, Link
 from .call import Call, ForwardState
 
 # A rank's connections in one call. The link connects the rank with the ranks of its ring. The dealer connects the rank
-# with the ranks that trade heads for positions. A connection that the call does not need is None.
+# with the ranks that exchange heads for positions (plan/dealing.py). A connection that the call does not need is None.
 Links = tuple[Link | None, Dealer | None]
 
 
@@ -73,7 +73,7 @@ class Ranks:
         return self.cut.shards_of(lengths, documents)
 
     def note_cut(self, lengths: tuple[int, ...], documents: Borders) -> tuple[Shard, ...]:
-        """Remember the lengths of the shards of a sequence that is being cut, for warnings. Returns the shards."""
+        """Remember, for warnings, into which lengths a sequence is cut. Returns the shards."""
         self.lengths_cut_last = lengths
         shards = self.shards(lengths, documents)
         if len(shards) > 1:
@@ -249,8 +249,8 @@ class Ranks:
                 return executor.forward(rank_plan, options, **tensors)
             uses_lse = call.return_lse or call.has_sinks
             if rank_plan.dealing is not None and tensors["dlse"] is None and uses_lse:
-                # Send zeros if this rank's loss does not use lse (then dlse is None): the losses of other ranks may use
-                # lse, and then all ranks trade their heads of dlse for positions.
+                # If this rank's loss does not use lse, dlse is None. Send zeros, because the losses of other ranks may
+                # use lse, and then every rank must take part in the exchange of dlse.
                 tensors["dlse"] = torch.zeros_like(tensors["lse"])
             return executor.backward(rank_plan, options, BackwardRows(**tensors))
 

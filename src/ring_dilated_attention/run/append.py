@@ -1,10 +1,11 @@
 """Appends new rows to a cache. New rows attend to cached rows and to each other. The cache then keeps those new rows
 that a later query can see.
 
-A *buffer* holds the cached rows of one branch, phase and key/value head. Row number c of the phase lies in slot c mod
-capacity (`plan/cache_plan.py`).
+A *buffer* holds the cached rows of one branch, phase and key/value head (`pattern.py` defines branches and phases). Row
+number c of the phase lies in slot c mod capacity (`plan/cache_plan.py`).
 
-An example: three rows are appended at position 12, in a branch of w = 8 and r = 2. A head of phase 0 reads two of them:
+An example: three rows are appended at position 12, in a branch with segments of w = 8 positions and the rate r = 2. A
+head of phase 0 reads two of them:
 
                         cached  |   new
     position            8   10  |  12   14
@@ -78,8 +79,8 @@ def append(
     check_append(plan, positions, counts)
     runs = list(_alike(positions, counts))
 
-    # A single new row is written before its query is computed, and overwrites an old row. Keep a copy of the old row if
-    # plan.keep > 0, because if this call fails, `crop` may still go back to a position whose query sees the old row.
+    # A single new row is written before its query is computed, and overwrites an old row. If plan.keep > 0, copy the
+    # old row, so that it can be put back if this call fails: after a later `crop` a query may see the old row again.
     written_over: list[tuple[Tensor, Tensor]] = []
     for entries, position, count in runs:
         if count == 1 and plan.keep > 0:
@@ -250,7 +251,7 @@ def _many(
 
 
 def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -> None:
-    """Write those new rows into the memory that a later query can see. The first row of key and value is position t."""
+    """Write the new rows that a later query can see into the memory. The first row of key and value is position t."""
     end = t + key.shape[1]
     for buffers in plan.buffers:
         # `numbers`: the numbers of the new rows that the cache keeps.
@@ -297,9 +298,10 @@ def placed(buffers: Buffers, numbers: range, memory: Tensor) -> Tensor:
 
 
 def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Tensor) -> Tensor:
-    """Copy those rows of a rank's shard that a cache of the whole sequence keeps, into a flat tensor.
+    """Copy into a flat tensor those rows of a rank's shard that a cache of the whole sequence keeps.
 
-    For each buffer and span of the shard come the keys (B, G, L, D), then the values.
+    For each buffer, and for each run of consecutive positions in the shard (a span), come the keys (B, G, L, D), then
+    the values.
 
     key, value: (B, N, G, D), the rows of the shard. position: the length of the whole sequence.
     """

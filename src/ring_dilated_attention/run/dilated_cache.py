@@ -19,8 +19,9 @@ from .link_contract import ContextProtocol
 class DilatedCache:
     """Keys and values of a batch of sequences, for `dilated_attention(query, key, value, pattern, cache=cache)`.
 
-    A query sees only rows of its own segments. So each branch (w, r), key/value head and phase needs one rolling buffer
-    of about w / r rows, however long the sequence is. The constructor allocates all memory.
+    A query sees only rows of its own segments (and of the window, if the pattern has one). So each branch (w, r),
+    key/value head and phase needs one rolling buffer of about w / r rows, however long the sequence is. The constructor
+    allocates all memory.
 
     Args:
         pattern: the attention pattern. It must be causal.
@@ -31,8 +32,8 @@ class DilatedCache:
             rows, which saves memory if segments are longer. A dense pattern (one segment for everything) needs max_len.
         keep: `crop` can always remove this many of the newest positions, even if that reopens a segment that was
             complete.
-        heads_held: the query heads of the layer that the tensors hold (tensor parallelism), as range(3, 6). Every
-            call must pass the same range.
+        heads_held: the query heads of the layer that the tensors hold (tensor parallelism), such as range(3, 6).
+            Every call must pass the same range.
 
     Attributes:
         num_rows: how many rows of keys are allocated for one sequence. As many rows of values are allocated too. With
@@ -219,12 +220,12 @@ class DilatedCache:
     def crop(self, count: int | Sequence[int] | Tensor) -> None:
         """Remove the last `count` positions of every sequence, or count[i] of sequence i.
 
-        The last `keep` positions can always be removed. All positions since the last border between segments, in any
-        branch, can be removed too.
+        The last `keep` positions can always be removed. If the pattern has no window, all positions since the latest
+        start of a segment (of any branch) can be removed too.
 
         Raises:
-            ValueError: if a sequence has fewer positions, or would need rows that were dropped. The cache then stays as
-                it was.
+            ValueError: if a sequence has fewer positions, or if later queries would need rows that are no longer in the
+                cache. The cache then stays as it was.
         """
         try:
             counts = torch.as_tensor(count).flatten().tolist()
@@ -232,7 +233,9 @@ class DilatedCache:
             # Keep `count` as it is if it is not a number, or does not fit into 64 bits. The checks below refuse it.
             counts = [count]
         if not all(map(is_integer, counts)):
-            raise ValueError(f"crop({counts}): positions are taken back in whole numbers.")
+            raise ValueError(
+                f"crop({counts}): the numbers of positions to remove must be whole numbers."
+            )
 
         if len(counts) == 1:
             counts *= self.batch
@@ -278,7 +281,7 @@ class DilatedCache:
         """Replace the sequences of this cache by those of a `state_dict`.
 
         If the state has a single sequence, it is loaded into every batch entry. The saved cache may have had another
-        max_len or keep. `crop` can then take back the positions that both caches could take back.
+        max_len or keep. `crop` can then remove the positions that it could remove from both caches.
 
         Raises:
             ValueError: if the state is of another pattern, shape or dtype, or too long. This cache then stays as it
@@ -316,8 +319,8 @@ class DilatedCache:
             shape = (2, sum(_sizes(source, position, floor)), self.head_dim)
             if tuple(saved[b].shape) != shape or saved[b].dtype != self.dtype:
                 raise ValueError(
-                    f"the state is damaged: {position} positions have rows {shape}, and sequence {b} has "
-                    f"{tuple(saved[b].shape)} of {saved[b].dtype}."
+                    f"the state is damaged: sequence {b} has {position} positions, so its rows must be {shape} of "
+                    f"{self.dtype}, but are {tuple(saved[b].shape)} of {saved[b].dtype}."
                 )
 
         # Load a single saved sequence into every batch entry.
@@ -452,7 +455,7 @@ def _plan(
 
 
 def _sizes(plan: CachePlan, position: int, floor: int) -> list[int]:
-    """How many rows of a sequence are kept in each of `plan.buffers`, over their key/value heads."""
+    """For each entry of `plan.buffers`: how many rows of a sequence it keeps, in all its key/value heads together."""
     sizes: list[int] = []
     for buffers in plan.buffers:
         num_kept = len(plan.kept(buffers, position, floor))

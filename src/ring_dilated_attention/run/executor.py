@@ -108,8 +108,8 @@ class _Executor:
         cached key, cached value      (B, rows, G, D)
         buffers of chunks             (units · B · D,)
 
-    If heads are dealt, the rank exchanges its tensors before the work (`to_heads`). Then N is the number of positions
-    of the whole group of ranks, and H and G count only the heads that this rank got.
+    If the rank first exchanges heads for positions with a group of ranks (`to_heads`), N is the number of positions of
+    the whole group, and H and G count only the heads that this rank got. A unit is B * D elements.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class _Executor:
     def distances(self) -> tuple[int, int]:
         """Bytes from one position to the next in query, and in key and value, as the kernel gets these tensors.
 
-        If heads are dealt, the kernel gets the contiguous tensors that `to_heads` returns.
+        If ranks exchange heads for positions, the kernel gets the contiguous tensors that `to_heads` returns.
         """
         itemsize = self.dtype.itemsize
         if self.dealing is not None:
@@ -380,7 +380,7 @@ class _Executor:
         )
 
     def copy(self, step: steps.Copy) -> None:
-        """Copy the rows of dout, out and lse of each of the next tiles to new tensors in `laid_out`.
+        """For each of the next tiles, copy its rows of dout, out and lse to new tensors in `laid_out`.
 
         dout and out are (B, H, M, D), and all heads of a position lie side by side in memory. lse is (B, H, M or more).
         """
@@ -485,10 +485,10 @@ class _Executor:
             total.add_(result)
 
     def adopt(self, name: str, result_BHMD: Tensor) -> None:
-        """Take the result of a tile that has all rows as the accumulator.
+        """Make a tile's result the accumulator. The tile must have all rows.
 
         The accumulator must be contiguous. Later tiles are added through views of it, and the outputs of a custom op
-        must have the strides that its fake version returns. Most results are contiguous already and are not copied.
+        must have the strides that its fake function returns. Most results are contiguous already and are not copied.
         """
         shape = self.alive[_LIKE[name]].shape
         self.alive[name] = result_BHMD.transpose(1, 2).contiguous().view(shape)
@@ -513,7 +513,7 @@ class _Executor:
             gradients = self.kept.pop(name, [])
             heads_of_sum = heads if name == "dq" else step.kv_heads
             sums.append(GradientSum(self.alive[name], gradients, heads_of_sum))
-        # Do not multiply dq yet if there are hops, because gradients of later hops are still added to dq. Then `finish`
+        # If there are hops, do not multiply dq here, because later hops still add gradients to dq. `finish` then
         # multiplies dq by `options.factor`.
         factor = 1.0 if self.plan.hops else self.options.factor
         self.merging.add(sums, factor, adds=step.adds)

@@ -59,7 +59,8 @@ def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
 def folds(x_BN: Tensor) -> bool:
     """Whether each batch entry begins in memory where the one before ends.
 
-    If the segments also fill an entry without a rest, one stride leads from each segment to the next, across entries.
+    If the segments also fill an entry without a remainder, one stride leads from each segment to the next, across
+    entries.
     """
     return x_BN.shape[0] == 1 or x_BN.stride(0) == x_BN.shape[1] * x_BN.stride(1)
 

@@ -72,7 +72,8 @@ class _Stopped(RuntimeError):
 class Wires:
     """The state that the threads of the simulated ranks share. A thread runs only while it holds the lock `turn`.
 
-    sends: tensors to send whose receive has not started. receives: tensors to fill whose send has not started.
+    sends: the tensors of sends whose receive has not started. receives: the tensors of receives whose send has not
+    started.
     waiting: the events for which threads wait. error: the error of a rank that failed, or None. bytes_sent: by rank.
     """
 
@@ -242,7 +243,8 @@ class SimulatedRanks(Ranks):
 def _rows_of(x: Tensor, shard: Shard) -> Tensor:
     """A rank's rows of a full (B, N, ...) tensor: a view if the rows are one span of a batch of 1, else a copy.
 
-    The result is contiguous, as on a real rank: a batch that is not contiguous takes more kernel calls (`views.folds`).
+    The result is contiguous, as a real rank's tensors are. Otherwise some kernels would be called once for each batch
+    entry (`views.folds`), more often than on a real rank.
     """
     if len(shard) == 1:
         return x[:, shard[0].start : shard[0].stop].contiguous()

@@ -69,7 +69,7 @@ class Held(TorchDispatchMode):
     """Counts the bytes that exist at once in this thread: the given rows, and all storages that ops have returned and
     that are still alive.
 
-    Memory that an op allocates and frees by itself, as a kernel's scratch or a cast inside a sum, does not count.
+    Memory that an op allocates and frees by itself, such as a kernel's scratch or a cast inside a sum, does not count.
     """
 
     def __init__(self, rows: Given) -> None:

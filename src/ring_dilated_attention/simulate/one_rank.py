@@ -79,7 +79,7 @@ class OtherRanks:
         """
 
     def gradient_home(self, chunk: GlobalChunk) -> Tensor | None:
-        """The sum of what the other ranks add to the gradient of a chunk of the running rank, or None for zero.
+        """What the other ranks together add to the gradient of the running rank's `chunk`, or None for zero.
 
         The sum is a flat tensor, laid out by `chunk.rows`.
         """
@@ -160,8 +160,8 @@ class OneRankLink:
             head_dim = made[0].shape[-1]
             if batch * head_dim * chunk.size != buffer.numel():
                 raise ValueError(
-                    f"keys_and_values made {tuple(made[0].shape)} for {block.num_heads} heads of {block.num_rows} "
-                    f"rows, but batch * head_dim of this rank is {buffer.numel() // chunk.size}."
+                    f"keys_and_values made keys {tuple(made[0].shape)} for {block.num_heads} heads of {block.num_rows} "
+                    f"rows, but batch * head_dim must be {buffer.numel() // chunk.size}, as on this rank."
                 )
             for target, x in zip(block_views(buffer, block, batch, head_dim), made, strict=True):
                 target.copy_(x)

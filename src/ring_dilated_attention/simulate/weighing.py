@@ -116,7 +116,7 @@ class MetaKernel:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for merging, adding or laying out rows. The tensors have no data, so there is nothing to do."""
+    """Stands for the functions that merge, add or copy rows. The tensors have no data, so there is nothing to do."""
 
 
 def _empty_like(x_BHMD: Tensor) -> Tensor:
@@ -168,8 +168,8 @@ def brief_program(plan: Plan, stage: str, facts: CallFacts) -> Iterator[Step]:
 
     It has only two kernel calls of each kind, and all calls whose results are kept. Two calls are enough for the peak:
     the second runs while the results of the first are held. Calls are of one kind if they have equal sizes and strides,
-    equal uses of their results, and buffers of equal size beside them. Steps that neither allocate nor free memory are
-    left out.
+    equal uses of their results, and if the buffers that exist meanwhile have the same total size. Steps that neither
+    allocate nor free memory are left out.
     """
     program = make_program(plan, stage, facts)
     buffers: dict[str, int] = {}
@@ -208,8 +208,8 @@ def _kind(tile: Tile) -> tuple[object, ...]:
 def _with_few_hops(plan: Plan) -> Plan:
     """The plan itself, or, if it has more than MOST_HOPS hops, a plan with only two hops of each kind and the last hop.
 
-    Hops are of one kind if they have tiles of the same kinds (`_kind`), and if this rank sends keys and values of its
-    own in messages of the same sizes.
+    Hops are of one kind if their tiles are of the same kinds (`_kind`), and if the messages in which this rank sends
+    its own keys and values have the same sizes.
     """
     if len(plan.hops) <= MOST_HOPS:
         return plan
