@@ -69,9 +69,9 @@ class Kernel(Protocol):
 
     NAME: str
     TRAITS: Traits
-    # Takes a (B, N, H, D) tensor and returns the backend's ops by name, each with the reason why the op cannot run
-    # dense attention on the tensor, or None if it can. The kernel runs the first op that can. A backend with a single
-    # op has ops=None.
+    # Takes a (B, N, H, D) tensor. For the name of each op of the backend it returns the reason why this op cannot run
+    # dense attention on the tensor, or None if it can. The kernel runs the first op that can. If the backend has only
+    # one op, `ops` is None.
     ops: Callable[[Tensor], dict[str, str | None]] | None
 
     def why_not(self, query: Tensor) -> str | None:

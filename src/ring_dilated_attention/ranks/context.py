@@ -132,8 +132,8 @@ class ContextParallel(NamedContext):
         already. (`shard_batch` also checks that all ranks hold the same sample.)
 
         Every rank gets the gradient of the whole tensor: all ranks' gradients of their rows, joined and divided by the
-        number of ranks. If gradients of parameters are then averaged over the ranks, as DDP does, the averages are the
-        gradients of the mean of the ranks' losses.
+        number of ranks. If the parameters' gradients are then averaged over the ranks, as DDP does, the averages are
+        the gradients of the ranks' mean loss.
 
         Raises:
             ValueError: on every rank, if shapes or documents differ.

@@ -59,8 +59,8 @@ def _raise_alike(
 ) -> None:
     """Raise RefusedError on all ranks. The error says which rank refuses the call, or which field differs.
 
-    If the first field that differs is `NUM_MODULES`, no error is raised. From then on ranks do not compare any more
-    which module calls.
+    If the first field that differs is `NUM_MODULES`, no error is raised. Ranks have then made different numbers of
+    modules, so a module's number differs between ranks, and from now on ranks do not compare which module calls.
     """
     assert len(fields) <= _NUM_FIELDS, "records of two lengths would meet"
     marks = [_fingerprint(value) for value in fields.values()]

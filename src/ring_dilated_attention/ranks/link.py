@@ -105,7 +105,7 @@ class GroupLink:
         # ranks have made different numbers of modules, because a layer may then have another number on each rank.
         self.counts_modules = True
         links.append(self)
-        # The backend of each type of device, as {"cpu": "gloo", "cuda": "nccl"}.
+        # The backend of each type of device, such as {"cpu": "gloo", "cuda": "nccl"}.
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._pending: weakref.WeakSet[GroupPending] = weakref.WeakSet()
         self._worker: Worker | None = None
@@ -306,7 +306,7 @@ class GroupLink:
         except RuntimeError as error:
             self.fail(moment, ", ".join(descriptions), error)
         except ValueError as error:
-            # torch raises ValueError if torch.distributed was shut down, and so does not know the group any more.
+            # torch raises ValueError if it does not know the group any more, because torch.distributed was shut down.
             self.failure = "torch.distributed was shut down after this context was made"
             raise ExchangeError(f"{moment}: {self.failure}. Make a new ContextParallel.") from error
         if len(works) != len(batch):  # NCCL returns one handle for all messages of a batch

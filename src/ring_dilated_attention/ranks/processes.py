@@ -225,7 +225,7 @@ class Processes(Ranks):
         # Raise in a forked process before it takes the lock `turn`. If another thread held the lock at the fork, the
         # forked process would wait for the lock for ever.
         self.check_all_here(str(fields.get("call", "a call")))
-        # Let one thread send at a time, because a thread whose call is refused here sends messages too.
+        # Let one thread send at a time: a thread whose call is refused here sends messages too (the refusal).
         with self.turn:
             failure = self._why_other_thread() or failure
             owner = {

@@ -115,8 +115,8 @@ class GlobalMean(torch.autograd.Function):
 class SumOverRanks(torch.autograd.Function):
     """Forward: every rank gets the sum of all ranks' tensors. Backward: every rank gets the sum of all gradients.
 
-    If gradients of parameters are then averaged over the ranks, the averages are the gradients of the mean of the
-    ranks' losses.
+    If the parameters' gradients are then averaged over the ranks, the averages are the gradients of the ranks' mean
+    loss.
     """
 
     @staticmethod

@@ -92,7 +92,7 @@ class UnshardRows(torch.autograd.Function):
     """The whole tensor, on every rank.
 
     forward on rank k:   y_k (.., N_k, ..), the rows of rank k -> x (.., N, ..), the rows of all ranks
-    backward on rank k:  dy_k = the rows of rank k of dx^0 + ... + dx^{p-1}, where dx^j is the gradient on rank j
+    backward on rank k:  dy_k = rank k's rows of dx^0 + ... + dx^{p-1}, where dx^j is the gradient on rank j
     """
 
     @staticmethod

@@ -284,8 +284,8 @@ class DilatedCache:
         max_len or keep. `crop` can then remove the positions that it could remove from both caches.
 
         Raises:
-            ValueError: if the state is of another pattern, shape or dtype, or too long. This cache then stays as it
-                was.
+            ValueError: if the state comes from a cache of another pattern, shape or dtype, or is too long. This cache
+                then stays as it was.
         """
         of = state.get("cache") if isinstance(state, dict) else state
         if of != self._described():

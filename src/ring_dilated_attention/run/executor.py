@@ -6,7 +6,7 @@ that travel to other ranks.
 An example: a forward on the later of two ranks that share a causal segment. `print(program)` shows the steps on the
 left. Each is carried out by the method of its name.
 
-    pack     own chunks of K and V            copy the own key and value rows that the dilation selects to a buffer
+    pack     own chunks of K and V            copy to a buffer the own key and value rows that the dilation selects
     take     received chunks of K and V       allocate a buffer for the other rank's key and value rows
     post     hop 1, keys and values           both ranks start to send and to receive
     compute  own queries x own chunk          meanwhile the kernel computes a partial, (B, H, M, D) and (B, H, M)
@@ -14,7 +14,7 @@ left. Each is carried out by the method of its name.
     merge    write                            the partial is written into its rows of out and lse
     wait     hop 1, keys and values           the other rank's rows have arrived
     compute  own queries x received chunk     a second partial
-    merge    merge                            the second partial is merged with the first by their lse
+    merge    merge                            the second partial is merged with the first, weighted by their lse
     finish   out, lse                         the accumulators are rounded to the dtypes of the results
 
 B batch, N positions, H query heads, G key/value heads, M query rows of a tile, L key rows of a tile, D head dim. In a
@@ -138,8 +138,7 @@ class _Executor:
         self.merging = self.kernel.merging(query)
         self.kept: dict[str, list[TileRows]] = {}
 
-        # `laid_out`: for each of the next tiles, copies of the tile's rows of dout and out, (B, H, M, D), and of lse,
-        # (B, H, M or more).
+        # `laid_out`: for each of the next tiles, copies of its rows: dout and out (B, H, M, D), lse (B, H, M or more).
         self.laid_out: deque[tuple[Tensor, ...]] = deque()
 
         # `posted`: for each ticket of a `Post` step, the messages that this rank sends and the messages that it
@@ -183,7 +182,7 @@ class _Executor:
         return self.alive
 
     def distances(self) -> tuple[int, int]:
-        """Bytes from one position to the next in query, and in key and value, as the kernel gets these tensors.
+        """The bytes from one position to the next: in query, and in key and value, as the kernel gets these tensors.
 
         If ranks exchange heads for positions, the kernel gets the contiguous tensors that `to_heads` returns.
         """
@@ -544,15 +543,15 @@ def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> T
     batch, _, num_heads, *dims = x_BNHD.shape
     share = num_heads // dealing.size
 
-    # `leaving`: for each rank of the group, the tensor that this rank sends there: the receiver's heads of this rank's
-    # positions, (B · N · h · D,).
+    # `leaving`: for each rank of the group, the tensor that this rank sends there, (B · N · h · D,): this rank's
+    # positions, with the heads that the receiver computes.
     leaving = [x.flatten() for x in x_BNHD.split(share, dim=2)]
     sizes = [batch * length * share * math.prod(dims) for length in dealing.lengths]
     received = dealer.all_to_all_single(leaving, sizes, x_BNHD, moment)
     del leaving  # Free this memory now, because the results need as much.
 
-    # `rows_of_place`: for each rank of the group, the tensor that this rank got from there: this rank's heads of the
-    # sender's positions, (B, n, h, D).
+    # `rows_of_place`: for each rank of the group, the tensor that this rank got from there, (B, n, h, D): the sender's
+    # positions, with the heads that this rank computes.
     rows_of_place: list[Tensor] = []
     for x, length in zip(received, dealing.lengths, strict=True):
         rows_of_place.append(x.view(batch, length, share, *dims))
@@ -576,15 +575,15 @@ def to_positions(x_BThD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) 
     for (place, _, _), rows in zip(dealing.runs, runs, strict=True):
         rows_of_place[place].append(rows)
 
-    # `leaving`: for each rank of the group, the tensor that this rank sends there: this rank's heads of the receiver's
-    # positions, (B · n · h · D,).
+    # `leaving`: for each rank of the group, the tensor that this rank sends there, (B · n · h · D,): the receiver's
+    # positions, with the heads that this rank computed.
     leaving = [torch.cat(rows, dim=1).flatten() for rows in rows_of_place]
     num_own = dealing.lengths[dealing.place]
     sizes = [batch * num_own * share * math.prod(dims)] * dealing.size
     received = dealer.all_to_all_single(leaving, sizes, x_BThD, moment)
     del leaving
 
-    # `heads_of_place`: for each rank of the group, the tensor that this rank got from there: the sender's heads of this
-    # rank's positions, (B, N, h, D).
+    # `heads_of_place`: for each rank of the group, the tensor that this rank got from there, (B, N, h, D): this rank's
+    # positions, with the heads that the sender computed.
     heads_of_place = [x.view(batch, num_own, share, *dims) for x in received]
     return torch.cat(heads_of_place, dim=2)

@@ -73,8 +73,8 @@ class Wires:
     """The state that the threads of the simulated ranks share. A thread runs only while it holds the lock `turn`.
 
     sends: the tensors of sends whose receive has not started. receives: the tensors of receives whose send has not
-    started.
-    waiting: the events for which threads wait. error: the error of a rank that failed, or None. bytes_sent: by rank.
+    started. waiting: the events for which threads wait. error: the error of a rank that failed, or None. bytes_sent: by
+    rank.
     """
 
     def __init__(self) -> None:

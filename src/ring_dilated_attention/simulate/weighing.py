@@ -126,8 +126,8 @@ def _empty_like(x_BHMD: Tensor) -> Tensor:
 
 
 class MetaDealer:
-    """Stands for the connection to the ranks that trade heads for positions. It returns empty tensors of the sizes that
-    these ranks would send."""
+    """Stands for the connection to the ranks that exchange heads for positions (plan/dealing.py). It returns empty
+    tensors of the sizes that these ranks would send."""
 
     def all_to_all_single(
         self, tensors: Any, sizes: Any, like: Tensor, moment: str
