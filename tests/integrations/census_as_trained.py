@@ -37,7 +37,7 @@ WINDOWS = {"sliding_window": 5, "local_attention": 7, "use_sliding_window": True
 # float32 keeps 1e-7 of a number. Two layers lose a hundred times that, and gradients through their norms a thousand.
 LARGEST_ERROR, LARGEST_OF_GRADIENTS = 2e-5, 1e-4
 # What architectures.json says of models that are refused whatever their layers are.
-ANYHOW = ("is made of parts", "attends across sequences", "positions meet")
+ANYHOW = ("is made of parts", "attends across sequences", "positions are mixed")
 noted: set[str] = set()  # the kinds of attention that a model's layers asked for
 
 

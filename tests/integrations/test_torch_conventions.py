@@ -491,7 +491,7 @@ def test_fsdp2_over_the_ranks_of_a_sequence():
     run(2, rank_shards_over_the_ranks_of_a_sequence)
 
 
-NO_PART = "is in no part that DDP or fully_shard was called with, or they were told to ignore it"
+NO_PART = "lies outside of the modules that DDP or fully_shard was called with, or they were told to ignore"
 
 
 def rank_asks_who_averages(rank, world_size):

@@ -94,7 +94,7 @@ class Capped(LlamaModel):
         return output
 
 
-MEET = r": positions meet in {} without dilated attention"
+MEET = r": positions are mixed in {} outside of dilated attention"
 OTHER = "Capped: dilated attention with one segment of all positions is not the attention of Llama"
 
 
@@ -145,7 +145,7 @@ def test_another_token_may_leave_an_expert_without_positions():
 def test_a_vocabulary_of_two_tokens():
     config = config_of(vocab_size=4, bos_token_id=0, eos_token_id=1)
     assert LlamaModel(config).config.dilated_attention == config.dilated_attention
-    with pytest.raises(ValueError, match=r"positions meet in Applied \(norm\)"):
+    with pytest.raises(ValueError, match=r"positions are mixed in Applied \(norm\)"):
         BEFORE(config)
 
 

@@ -418,7 +418,7 @@ def rank_asks_too_much_of_trainer(rank, world_size, folder):
     ):
         with mock.patch.object(where, name, value):
             assert said in message_of(loader)
-    assert "9 samples are no multiple of the 8 of a step" in message_of(held_out)
+    assert "9 samples are no multiple of the 8 samples of a step" in message_of(held_out)
     arguments.per_device_eval_batch_size = 3
     assert len(held_out()) == 3
     assert "each rank has its shard of them" in message_of(lambda: trainer.predict(samples(3)))

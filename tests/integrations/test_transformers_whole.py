@@ -219,7 +219,7 @@ def rank_refuses(rank, world_size):
             lambda x: x * (1 + x.shape[1])
         ): "Applied (norm) computes something from all rows that",
         Deaf: "LlamaAttention is not given `parallel`, which the model was",
-        Convolved: "Convolved: positions meet without dilated attention",
+        Convolved: "Convolved: positions are mixed outside of dilated attention",
         Own: "Own: LlamaRotaryEmbedding (rotary_emb) computes something from all rows",
     }
     for kind, said in kinds.items():

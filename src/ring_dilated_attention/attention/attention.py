@@ -65,7 +65,7 @@ def dilated_attention(
 
         out[i] = softmax_j(q_i k_j * scale + log M[h, i, j]) v_j
 
-    If a query sees no key in any branch, it has out = 0 and lse = -inf (or the sink).
+    If a query sees no key in any branch, it has out = 0 and lse = -inf (with `sinks`, lse is its head's sink).
 
     Args:
         query: (B, N, H, D), float64, float32, bfloat16 or float16. Under `parallel` this rank's rows.
@@ -77,8 +77,8 @@ def dilated_attention(
         cu_seqlens: borders (0, ..., N) of packed documents, int32, for a batch of 1. Positions and segments start anew
             at each border. Under `parallel` the borders are those of the whole sequence, the same on every rank.
         scale: the factor of the scores; D ** -0.5 by default.
-        sinks: (H,), a learned logit for each query head: a further key in its softmax, with this score and the value 0
-            (gpt-oss). Gradients flow to it.
+        sinks: (H,), a learned logit for each query head. The head's softmax gets one more key, whose score is the logit
+            and whose value is 0 (as in gpt-oss). Gradients flow to the logits.
         backend: "auto", "cpu" or "sdpa" (CUDA; `torch.nn.attention.sdpa_kernel` selects among torch's ops). No GPU has
             run "sdpa" yet.
         return_lse: also return the logsumexp of the scores, sinks included; gradients flow through it too.
@@ -87,7 +87,7 @@ def dilated_attention(
             the layer decides which of every r positions it reads in a branch of dilation rate r.
         cache: holds the sequences so far. The call appends its N rows at `cache.position`, and has no gradient.
         lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. Its other rows are
-            padding, with out = 0 and lse = -inf (or the sink).
+            padding, and get the out and lse of a query that sees no key.
 
     Returns:
         out (B, N, H, D) in the input's dtype, or (out, lse) with lse (B, N, H) in float32 (float64 for float64).

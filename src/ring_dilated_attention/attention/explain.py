@@ -20,7 +20,7 @@ from .validate import autocast, call_of, refuse_others
 class Explanation:
     """The kernel and the exchange that a call would use. `str` gives a text that also lists the reasons.
 
-    reasons: by name of a backend, op or exchange, why it would be used or not.
+    reasons: for each backend, op and exchange, by name, why it would be used or not.
     """
 
     kernel: str

@@ -22,7 +22,8 @@ def define_op(
     `torch.library.custom_op` tells dynamo not to trace the function. For that it imports torch._dynamo at the first
     call, which takes a second or two. This op tells dynamo only if something else has imported torch._dynamo.
     """
-    # At most one entry: `function`, marked so that dynamo does not trace it. (Dynamo would warn of functools.cache.)
+    # A cache of at most one entry: `function`, marked so that dynamo does not trace it. The cache is a list, because
+    # dynamo would warn of functools.cache.
     untraced: list[Code] = []
 
     def run(*args: Any) -> Any:
@@ -32,7 +33,7 @@ def define_op(
             untraced.append(torch.compiler.disable(function))
         return untraced[0](*args)
 
-    # Remove the op if an earlier import of the module that calls `define_op` has defined it.
+    # Remove an op of this name, which is there if the module that calls `define_op` is imported a second time.
     _libraries.pop(name, None)
     library = _libraries[name] = torch.library.Library("ring_dilated_attention", "FRAGMENT")
     schema = torch.library.infer_schema(function, mutates_args=())

@@ -53,7 +53,7 @@ def refuse_others(call: str, others: Mapping[str, object]) -> None:
 
 
 def on_host(cu_seqlens: Any) -> Any:
-    """cu_seqlens on the host. Each of several reads of a tensor on a GPU would wait for the GPU."""
+    """cu_seqlens on the host. It is read several times, and on a GPU each read would wait for the GPU."""
     is_readable = (
         isinstance(cu_seqlens, Tensor)
         and not cu_seqlens.is_meta
@@ -63,11 +63,11 @@ def on_host(cu_seqlens: Any) -> Any:
 
 
 def autocast(x: Any) -> Any:
-    """x in the dtype that torch's own attention would give it under autocast. float64 and integers stay as they are."""
+    """x cast as torch's own attention would cast x under autocast. float64 and integers stay as they are."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
-    # Skip "meta", for which is_autocast_enabled raises an error. (is_autocast_available would tell which devices to
-    # skip, but torch 2.11 cannot compile a call of is_autocast_available.)
+    # Skip tensors on the device "meta", for which is_autocast_enabled raises an error. (is_autocast_available
+    # would find such devices, but torch 2.11 cannot compile a call of is_autocast_available.)
     device = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device):
         return x.to(torch.get_autocast_dtype(device))
@@ -222,12 +222,12 @@ def check_cache(
     # Compare patterns as texts, because torch.compile cannot compare the windows in patterns.
     if call.pattern.text != cache.pattern.text:
         raise ValueError(
-            f"the cache is of {cache.pattern}, the call of {call.pattern}. Make a cache for each pattern."
+            f"the cache was made for {cache.pattern}, and the call has {call.pattern}. Make a cache for each pattern."
         )
     pairs: dict[str, tuple[object, object]] = {
         "batch": (cache.batch, query.shape[0]),
         "heads": (cache.plan.num_heads, call.num_heads),
-        # Compare the ends of the ranges of heads, because torch.compile cannot compare ranges.
+        # Compare the first and the last head, because torch.compile cannot compare ranges.
         "first head held": (cache.plan.heads.start, call.heads.start),
         "last head held": (cache.plan.heads.stop - 1, call.heads.stop - 1),
         "key/value heads": (cache.plan.num_kv_held, key.shape[2]),

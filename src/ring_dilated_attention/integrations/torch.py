@@ -90,8 +90,8 @@ class ShardHeads(ParallelStyle):
         parallelize_module(block, mesh["tp"], {"attention": ShardHeads()})
 
     Inputs and outputs are whole tensors, the same on every rank. A rank keeps only the parameters of its own heads, so
-    load a checkpoint before you call parallelize_module. Heads compute what they compute on one device: the phase of a
-    head (the positions that it reads in a segment) depends on its number in the whole layer.
+    load a checkpoint before you call parallelize_module. A head computes the same as on one device: which positions of
+    a segment it reads (its phase) depends on its number in the whole layer, not on its number on the rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -189,9 +189,10 @@ def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: boo
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter not in averaged:
             raise ValueError(
-                f"{name} is in no part that DDP or fully_shard was called with, or they were told to ignore it. So "
-                "nobody would average its gradients: wrap the whole module, or no longer ignore this parameter. If "
-                "your loop averages the gradients over all ranks, say check_averaged(..., by_hand=True)."
+                f"{name} lies outside of the modules that DDP or fully_shard was called with, or they were told to "
+                "ignore this parameter. So nobody would average its gradients: wrap the whole module, or no longer "
+                "ignore the parameter. If your loop averages the gradients over all ranks, say "
+                "check_averaged(..., by_hand=True)."
             )
 
 
@@ -281,7 +282,7 @@ def _dilated(
     rotary: bool | float | None,
     parallel: ContextParallel | None,
 ) -> nn.Module:
-    """The MultiheadDilatedAttention that replaces the attention of the layer of this name, with the same parameters.
+    """The MultiheadDilatedAttention that replaces `attention`, with the same parameters. layer: the layer's name.
 
     Raises ValueError for an attention that cannot be replaced.
     """

@@ -17,7 +17,7 @@ from .multihead import MultiheadDilatedAttention
 from .padded import ValidRows
 from .rotary import RotaryTable, check_positions
 
-MOST_COLUMNS = 1000  # the most columns of a picture of `draw_influence`
+MOST_COLUMNS = 1000  # `draw_influence` draws at most this many columns
 
 
 def attention_weights(
@@ -89,8 +89,8 @@ def attention_weights(
         if key_padding_mask is not None:
             out = rows.unpack(out.flatten(2)).view_as(value)
     weights = []
-    # Compute the weights of up to D queries by one backward, in which the k-th query has a gradient of 1 in head dim k
-    # and 0 elsewhere.
+    # One backward computes the weights of up to D queries. The output of the k-th of these queries gets a gradient of 1
+    # in head dim k, and of 0 elsewhere. The gradient of the values in head dim k is then the weights of the k-th query.
     for some in queries.long().split(query.shape[3]):
         dims = torch.arange(len(some), device=out.device)
         dout = torch.zeros_like(out)
@@ -138,10 +138,10 @@ def influence(output: Callable[[Tensor], Tensor], x: Tensor, *, num_steps: int =
 
 
 def draw_influence(path: Path | str, influence: Tensor, signal: Tensor | None = None) -> None:
-    """Write a picture of how large the influence (N,) of positions is, below the signal (N,). This needs matplotlib.
+    """Draw the signal (N,), if given, and under it how large the influence (N,) of each position is, as a picture.
 
     If several positions share a column of the picture, the column shows the largest influence among them, and both the
-    smallest and the largest value of the signal.
+    smallest and the largest value of the signal. This function needs matplotlib.
     """
     try:
         from matplotlib.figure import Figure

@@ -157,7 +157,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
 
     @torch.no_grad()
     def held(self, heads: range) -> "MultiheadDilatedAttention":
-        """A module that holds some of this module's query heads, with copies of the parameters' rows and columns."""
+        """A module that holds some of this module's query heads, with copies of the parameters of these heads."""
         if len(self.heads_held) < self.num_heads:
             raise ValueError(
                 f"this module has {self.heads_held} of {self.num_heads} heads: call `held` of a module with all heads"
@@ -174,7 +174,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
             parallel=self.parallel,
             backend=self.backend,
             heads_held=heads,
-            # Draw no random numbers, so that ranks with different heads keep one generator state.
+            # Draw no random numbers, so that random generators stay in the same state on ranks with different heads.
             device="meta",
             dtype=weight.dtype,
         ).to_empty(device=weight.device)
@@ -219,8 +219,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         attention weights.
 
         Args:
-            key_padding_mask: bool (B, N), True at padding, which must follow the valid positions of each row. Each row
-                becomes a document of its own length; padded positions are zeros before `out_proj`.
+            key_padding_mask: bool (B, N), True at padding, which must follow the valid positions of each batch entry.
+                Each entry becomes a document of its own length. Padded positions are zeros before `out_proj`.
             is_causal: the hint that torch passes. True needs a causal pattern. With False and None the pattern decides.
             positions: integer (N,), the positions by which `rotary` rotates the rows, or their `rotary_table`, which
                 the layers of a model can share. None means 0, 1, ... within each document, counted over all ranks
@@ -249,7 +249,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         if heads is None:
             assert key_padding_mask is not None
             if self.parallel is None:
-                # Warn here, because `dilated_attention` does not warn if it gets the cu_seqlens of `_forward_padded`.
+                # Warn here: `_forward_padded` passes cu_seqlens, and with cu_seqlens `dilated_attention` does not warn.
                 warn_of_forgotten_parallel(query.shape[1])
             return self._forward_padded(query, key, value, key_padding_mask, table), None
         return self.out_proj(self._attend(heads, cu_seqlens, cache, lengths)), None
@@ -416,8 +416,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         cache: DilatedCache | None,
         lengths: Tensor | None,
     ) -> None:
-        """Raise ValueError for a mask that does not go together with the other arguments, and for cu_seqlens that
-        `_table` could not read. `dilated_attention` checks the other arguments."""
+        """Raise ValueError for a mask together with an argument that excludes masks, and for cu_seqlens that `_table`
+        could not read. `dilated_attention` checks all else."""
         if cu_seqlens is not None and mask is not None:
             raise ValueError(
                 "key_padding_mask and cu_seqlens both describe the documents: pass one of them"

@@ -1,4 +1,4 @@
-"""Numbers the modules of a `ContextParallel`, so that ranks can check that the same module makes the call on each."""
+"""Numbers the modules of a `ContextParallel`, so that ranks can check that all are in a call of the same module."""
 
 from typing import Any
 

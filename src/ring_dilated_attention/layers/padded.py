@@ -1,6 +1,6 @@
-"""A padded batch as packed documents: each row becomes a document of its own length, in a batch of one.
+"""A padded batch as packed documents: each batch entry becomes a document of its own length, in a batch of one.
 
-Shape suffixes: B batch, N positions, T packed rows, E width of a row.
+A row is the E numbers of one position. Shape suffixes: B batch, N positions, T packed rows, E width of a row.
 """
 
 import torch
@@ -46,8 +46,8 @@ class AllRows:
     """All rows of a padded batch, packed. Compiled code uses this class and not `ValidRows`, because here no shape
     depends on the mask.
 
-    Each row becomes two documents: its valid positions, and its padding, set to zero. Each row gets one more position
-    of padding, because no document may be empty.
+    Each batch entry becomes two documents: its valid positions, and its padding, set to zero. Each entry gets one more
+    position of padding, because no document may be empty.
     """
 
     def __init__(self, mask_BN: Tensor, x_BNE: Tensor) -> None:

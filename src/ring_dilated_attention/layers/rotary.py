@@ -18,7 +18,7 @@ DEFAULT_ROTARY_BASE = 10_000.0
 
 
 class RotaryTable:
-    """The cosines and sines of the angles by which rows are rotated: one angle for each of the D/2 pairs of a row.
+    """The cosines and sines of the angles by which `rotate` rotates rows: for each row one angle per pair of numbers.
 
     cos_ND, sin_ND: (N, D/2), or (B, N, D/2) if batch entries are at different positions. base: as in `rotary_table`.
 
@@ -130,7 +130,7 @@ def document_positions(
 ) -> Tensor:
     """The position of each row within its own packed document: 0, 1, ..., and again from 0 at each border. (N,) int64.
 
-    One device holds the sequence.
+    This is for a sequence that one device holds as a whole. For ranks see `positions_on_ranks`.
     """
     positions_N = torch.arange(num_positions, device=device)
     if cu_seqlens is None:
@@ -143,7 +143,7 @@ def _run_positions(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> Tenso
     """The position of each of this rank's rows within its own document: (N,) int64 on the CPU.
 
     This function runs as an op, because it sends messages, which torch.compile cannot trace. parallel: the `key` of a
-    context.
+    ContextParallel.
     """
     ranks = context_named(parallel).ranks
     borders = None if cu_seqlens is None else tuple(cu_seqlens.tolist())

@@ -84,7 +84,7 @@ def agree_on_documents(
     else:
         borders = (0, total) if total else (0,)
     if parallel is None:
-        # Make the one shard here, because torch.compile would warn of the cache of `make_shards` in `ranks.shards`.
+        # Make the one shard here. `ranks.shards` would call `make_shards`, of whose cache torch.compile would warn.
         shards: tuple[Shard, ...] = ((Span(0, total),) if total else (),)
     else:
         shards = ranks.shards(lengths, None if packed is None else borders)

@@ -239,8 +239,8 @@ class LongNetLM(nn.Module):
         try:
             state = check_whole(checkpoint)
             model = LongNetLM(LongNetConfig.of_run(state["hyperparameters"]), parallel=parallel)
-            # Keep the pattern that the model's state_dict records, because the checkpoint's tensors record no pattern.
-            # (The model's pattern came from the checkpoint's hyperparameters.)
+            # The model's state_dict also has records of the pattern, which the checkpoint's tensors lack. Take these
+            # records from the model itself. (It has the checkpoint's pattern, which is among the hyperparameters.)
             read = read_shards(checkpoint, dict(model.named_parameters()))
             model.load_state_dict(model.state_dict() | read, strict=True)
         except (KeyError, OSError, SafetensorError, RuntimeError) as error:
@@ -362,13 +362,13 @@ def shift_left(
         shards = ranks.shards(lengths, documents)
         shard = shards[ranks.rank]
         with ranks.all_or_none():
-            # Send all ranks the first integer of each span (run of consecutive positions) of this rank's shard, because
-            # the last position of the span before, on whichever rank, gets this integer.
+            # A shard consists of spans (runs of consecutive positions). Send all ranks the first integer of each span
+            # of this rank, because the position before the span gets this integer, and may be on any rank.
             record = torch.zeros(max(2, *map(len, shards)), batch, dtype=torch.int64, device="cpu")
             for first_B, row, _ in zip(record, first_rows(shard), shard, strict=False):
                 first_B.copy_(x[:, row])
             records = ranks.records(record, "the exchange of labels")
-    firsts: dict[int, Tensor] = {}  # first integers of spans, by position in the sequence
+    firsts: dict[int, Tensor] = {}  # the first integers of each span, by the span's first position
     for spans, record in zip(shards, records, strict=True):
         for span, first_B in zip(spans, record, strict=False):
             firsts[span.start] = first_B

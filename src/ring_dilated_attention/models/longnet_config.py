@@ -1,4 +1,7 @@
-"""The configuration of a LongNetLM. A launcher checks it before it starts any rank: the file imports no torch."""
+"""The configuration of a LongNetLM.
+
+The file imports no torch, so that a launcher, which has not imported torch, can check the configuration.
+"""
 
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any

@@ -25,14 +25,14 @@ from .torchscale.networks import LongNetEncoder
 
 DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
-FEWEST_CROWDED = 16  # `crowded` does not warn of fewer tiles, which may rightly lie in few cells
+FEWEST_CROWDED = 16  # with fewer tiles `crowded` does not warn: they may rightly lie in few cells
 # With this limit a square slide has at most 2**62 tiles, which is the longest segment that a pattern takes.
 MOST_TILES_OF_A_SIDE = 2**31
 
 
 class PublishedSize(NamedTuple):
-    """The size of a slide encoder whose weights are published: the arguments of these names of `LongNetViT`. All
-    published encoders have 16 heads."""
+    """The size of a slide encoder whose weights are published: arguments of `LongNetViT`. All published encoders have
+    16 heads."""
 
     in_chans: int
     embed_dim: int
@@ -46,7 +46,7 @@ PUBLISHED = {
 
 
 def checked_size(name: str, number: Any) -> float:
-    """A number as Python's int or float, because numpy's numbers overflow.
+    """A number as Python's int or float. (Arithmetic with numpy's integers can overflow.)
 
     Raises ValueError, which quotes `name`, unless the number is positive and finite.
     """
@@ -296,7 +296,7 @@ class LongNetViT(nn.Module):
         }
         tile_counts = ranks.handshake(num_own, fields, failure)
         ranks.warn_of_uneven(tile_counts)
-        # Prevent a warning in attention, where rank 0 has one position more than tiles: the class token.
+        # Prevent a warning of uneven shards in attention: rank 0 has one position more than tiles, the class token.
         ranks.expect_lengths((tile_counts[0] + 1, *tile_counts[1:]))
         if not sum(tile_counts):
             raise ValueError(

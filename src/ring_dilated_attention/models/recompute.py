@@ -1,6 +1,7 @@
 """Saves memory: the forward keeps fewer tensors, and backward computes the dropped tensors again.
 
-Dropped are the tensors of layers, except the results of attention, and the logits of a loss, some rows at a time.
+Two kinds of tensors are dropped: those that layers compute, except the results of attention (`run_layer`), and the
+logits of a loss (`sum_in_slices`).
 """
 
 from collections.abc import Callable

@@ -52,8 +52,8 @@ def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
 
     Raises ValueError for a pickle that could run code, and for a wrong checksum. A damaged file may raise any error.
     """
-    # Map and verify only zip files, because files of torch's older format, which are no zip files, cannot be mapped and
-    # have no checksums.
+    # Map and verify only zip files. Files of torch's older format are no zip files. They cannot be mapped, and have no
+    # checksums.
     is_zip = zipfile.is_zipfile(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped and is_zip)
@@ -64,7 +64,7 @@ def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
         ) from error
     if is_zip:
         with zipfile.ZipFile(path) as file:
-            if (damaged := file.testzip()) is not None:  # torch.load checks no checksum
+            if (damaged := file.testzip()) is not None:  # torch.load verifies no checksum
                 raise ValueError(f"it is damaged: the checksum of its {damaged} is wrong")
     return content
 

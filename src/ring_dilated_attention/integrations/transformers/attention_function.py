@@ -313,7 +313,7 @@ def make_mask(
             "self-attention; cross-attention and encoders with a cache are not supported."
         )
     if not is_own:
-        # Raise ValueError for a config without a pattern, even if no mask is needed.
+        # Call this only for its ValueError, if the config has no pattern. A call without a mask must raise it too.
         pattern_of(config, is_causal=True)
     elif kv_length != q_length:
         raise ValueError(

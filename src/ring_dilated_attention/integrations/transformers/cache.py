@@ -30,9 +30,9 @@ class BoundedCache(Cache):
 
     Args:
         model: a transformers model with dilated attention.
-        max_len: the largest number of positions in a sequence, if it is known. No buffer has more rows.
+        max_len: the largest number of positions in a sequence, if it is known. No buffer gets more rows than this.
         keep: `crop` can always remove this many of the newest positions, even if that reopens a segment that was
-            complete. Assisted generation and prompt lookup need the number of tokens of a draft.
+            complete. For assisted generation and prompt lookup pass the number of tokens of a draft.
 
     Raises:
         ValueError: for a model without a pattern. Also for Phi-3 and Phi-MoE, unless `max_len` is at most their
@@ -153,7 +153,7 @@ class BoundedLayer(CacheLayerMixin):
         """Remove the last positions. transformers passes the number of positions as a negative number."""
         if tokens_to_remove > 0:
             raise ValueError(
-                f"crop({tokens_to_remove}): pass minus the number of positions to take back."
+                f"crop({tokens_to_remove}): pass minus the number of positions to remove."
             )
         if self.cache is not None and tokens_to_remove:
             self.cache.crop(-tokens_to_remove)

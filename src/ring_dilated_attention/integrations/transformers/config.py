@@ -65,7 +65,8 @@ def pattern_of(config: Any, *, is_causal: bool) -> DilatedPattern:
 
 
 def is_as_trained(config: Any) -> bool:
-    """Whether a model with this config keeps the attention that it was trained with, and has no pattern."""
+    """Whether a model keeps the attention that it was trained with: its config neither has a pattern nor asks for
+    dilated attention."""
     return getattr(config, FIELD, None) is None and config._attn_implementation != NAME
 
 

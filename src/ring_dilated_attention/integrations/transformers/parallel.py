@@ -145,8 +145,8 @@ class ShardedForward:
     ) -> tuple[tuple, dict[str, Any]]:
         """Replace the whole sample in the arguments of a forward by this rank's shard of the sample.
 
-        Replace labels by labels for two rows, the first of which is to be ignored. From these two rows the model
-        computes a loss of its own, which `after` checks.
+        This rank's loss is computed by `sum_loss`. To the model's own loss the forward passes only two rows, and labels
+        for them: IGNORED_LABEL for the first row, OWN_LABEL for the second. `after` checks that loss.
         """
         with self.parallel.ranks.refusing():
             check_meshes(model, self.parallel)
@@ -201,8 +201,8 @@ class ShardedForward:
     def sum_loss(self, decoder: nn.Module, args: tuple, output: Any) -> Any:
         """Sum the loss over this rank's rows, and keep the sum for `after`.
 
-        Returns the decoder's output with two rows in the place of all rows. The model then computes a loss of these two
-        rows, which `after` checks.
+        Returns the decoder's output with two rows in the place of all rows. From these two rows the model then computes
+        its own loss, which `after` checks.
         """
         if self.labels is None:
             return output
@@ -230,9 +230,9 @@ class ShardedForward:
 
     @torch.compiler.disable
     def after(self, model: nn.Module, args: tuple, output: Any) -> Any:
-        """Replace the model's loss, which is the loss of one label, by the loss of the whole sample.
+        """Replace the model's own loss by the loss of the whole sample.
 
-        The model's loss must be the cross-entropy of this label, which is checked.
+        The model's own loss, which is for one label only, must be the cross-entropy of this label. This is checked.
         """
         if self.labels is None:
             return output

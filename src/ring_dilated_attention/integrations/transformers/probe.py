@@ -69,10 +69,11 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     if asked == NAME:
         check_model(type(module), module.config)
     elif getattr(config, FIELD, None) is not None and asked in ("sdpa", "eager"):
-        # Refuse the part of a larger model, for which the larger model has set another attention.
+        # Refuse a part of a larger model if the larger model has given this part another attention.
         raise ValueError(
             f"{type(module).__name__} would have attn_implementation={asked!r}, and its config has a pattern. Pass "
-            f"attn_implementation={NAME!r} (for a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
+            f"attn_implementation={NAME!r} (or {{'text_config': {NAME!r}}} for that part of a larger model), or set "
+            f"config.{FIELD} = None."
         )
 
 
@@ -105,10 +106,10 @@ def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
     if isinstance(heads, int) and not is_as_trained(config):
         pattern = pattern_of(config, is_causal=True)
         pattern.check_heads(heads, getattr(config, "num_key_value_heads", None) or heads)
-    key = kind, repr(config.to_dict())  # JSON could not encode all that users put in configs
+    key = kind, repr(config.to_dict())  # repr, as JSON cannot encode all values of configs
     if key not in _causal:
-        # Also try the base model of a class of transformers, because some of these classes do not run by themselves.
-        # For a user's class do not try the base model, because the class may compute something else.
+        # For a class of transformers that does not run by itself, its base model is run. This is not done for a user's
+        # own class, which may compute something else than the base model.
         base = (
             MODEL_MAPPING.get(type(config), ())
             if kind.__module__.startswith("transformers.")
@@ -213,8 +214,8 @@ def _check_copy(name: str, model: Any) -> bool:
     whole, modules = _trace(model, SEEN), dict(model.named_modules())
     callers = {at: module for at, module in modules.items() if hasattr(module, SEEN)}
     other = _past_ours(model, callers)
-    # Find an attention module that does not call our attention: a module that neither contains a module of `callers`
-    # nor is contained in a module of `callers`.
+    # Find an attention module that does not call our attention. (`callers` are the modules that call it.) Such a module
+    # neither contains a caller nor lies inside one.
     if other is None:
         inside = tuple(f"{caller}." for caller in callers)
         named = [
@@ -229,8 +230,8 @@ def _check_copy(name: str, model: Any) -> bool:
     if other is not None or not callers:
         where = f" in {type(modules[other]).__name__} ({other})" if other else ""
         raise UnfitError(
-            f"{name}: positions meet{where} without dilated attention, so that it would compute another function than "
-            "its config says. Use a model that computes all attention through transformers' interface."
+            f"{name}: positions are mixed{where} outside of dilated attention, so that the model would compute another "
+            "function than its config says. Use a model that computes all attention through transformers' interface."
         )
     causal = {bool(getattr(module, "is_causal", True)) for module in callers.values()}
     if len(causal) > 1:
@@ -242,10 +243,10 @@ def _check_copy(name: str, model: Any) -> bool:
         kinds = ", ".join(sorted({type(module).__name__ for module in callers.values()}))
         ours = "dilated attention with one segment of all positions"
         if is_as_trained(model.config):
-            ours = "attention by the windows and sinks that it tells"
+            ours = "attention by the windows and sinks that it passes"
         raise UnfitError(
-            f"{name}: {ours} is not the attention of {kinds}, which masks "
-            "or changes the scores in ways that it does not tell. Use another attn_implementation for this model."
+            f"{name}: {ours} is not the attention of {kinds}, which masks or changes "
+            "the scores in ways that its arguments do not show. Use another attn_implementation for this model."
         )
     return causal.pop()
 
@@ -261,8 +262,7 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
         if x is None or y is None or x.dim() != 2 or x.shape[1] != rows or x.shape != y.shape:
             return False
         change_N = (x - y).abs().amax(0)
-        # Take changes below `rounding` for rounding, because experts of a large model would otherwise seem to mix
-        # positions.
+        # Ignore changes below `rounding`, because otherwise experts of a large model would seem to mix positions.
         rounding = 1e-5 * y.abs().max()
         return int((change_N > (1e-3 * change_N.max()).clamp(min=rounding)).sum()) > 1
 
@@ -276,7 +276,7 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
 
 
 def _trace(model: Any, attention: str, changed: int | None = None) -> Trace:
-    """Run a copy. Returns, by name of a module, the module's first input tensor and first output tensor.
+    """Run a copy. Returns a dict: by the name of each module, its first input tensor and its first output tensor.
 
     Modules come in the order in which they finish.
 
@@ -357,7 +357,9 @@ def tiny_copy(kind: type, config: Any) -> Any:
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in kind(config).parameters())
     if size > MOST:
-        raise ValueError(f"it cannot be made small, and would have {size:,} parameters")
+        raise ValueError(
+            f"no small copy of the model can be made for the check: it would have {size:,} parameters"
+        )
     model = kind(config).float().eval()
     # Move parameters from "meta" to the CPU: accelerate's init_empty_weights makes parameters on "meta".
     model._apply(lambda x: torch.empty_like(x, device="cpu") if x.is_meta else x)
@@ -383,5 +385,5 @@ def inputs_of_copy(model: Any, changed: int | None) -> dict[str, Tensor]:
     sides = side if isinstance(side, (list, tuple)) else (side, side)
     shapes = {"pixel_values": (getattr(config, "num_channels", 3), *sides), "input_values": (4000,)}
     if name not in shapes:
-        raise ValueError(f"its input is {name}, which is not known")
+        raise ValueError(f"its input is {name}, of which the check can make no example")
     return {name: torch.randn(1, *shapes[name], generator=torch.Generator().manual_seed(1))}

@@ -161,7 +161,7 @@ def _check_halves(name: str, model: Any, sharded: Callable[[Any, Any], Any]) -> 
     for rank in range(NUM_RANKS):
         outputs, result = _run(model, Replaying(rank, whole), inputs, sharded)
         for module, output in outputs.items():
-            # `all_rows` is None if the module, such as an expert, ran for the half only.
+            # `all_rows` is None if a module, such as an expert, ran on this half of the input, but not on the whole.
             all_rows = whole_outputs.get(module)
             if all_rows is None or all_rows.dim() != 2 or all_rows.shape[1] != ROWS:
                 continue

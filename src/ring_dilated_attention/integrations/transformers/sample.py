@@ -1,4 +1,4 @@
-"""The arguments of a model's forward under `context_parallel`, before they are cut: one whole sample."""
+"""The arguments of a model's forward under `context_parallel`, before they are cut into shards: one whole sample."""
 
 import math
 from typing import Any, NamedTuple
@@ -43,7 +43,10 @@ class Sample(NamedTuple):
 
 
 def whole_sample(model: Any, parallel: ContextParallel, arguments: dict[str, Any]) -> Sample:
-    """The whole sample, from the arguments of a model's forward. Raises ValueError for arguments that cannot be cut."""
+    """The whole sample, from the arguments of a forward.
+
+    Raises ValueError for arguments that cannot be cut into shards.
+    """
     if CACHES & {*arguments} or arguments.get("logits_to_keep"):
         remedy = "remove() the handle that it returned, then generate."
         raise ValueError(
@@ -86,7 +89,9 @@ def whole_sample(model: Any, parallel: ContextParallel, arguments: dict[str, Any
             continue
         if isinstance(value, Tensor) and value.dim():
             known = ", ".join((*CUT, *LABELS))
-            raise ValueError(f"{name}: it is not known how to cut this tensor. Pass only {known}.")
+            raise ValueError(
+                f"{name}: it is not known how to cut this tensor into shards. Pass only {known}."
+            )
         others[name] = value
     return Sample(tensors, others, num_labels)
 

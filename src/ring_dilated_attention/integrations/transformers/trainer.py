@@ -59,7 +59,7 @@ class SameSample:
         sharded = getattr(self.accelerator.unwrap_model(self.model), SHARDED, None)
         if sharded is None:
             raise ValueError(
-                "SameSample is for sequences that ranks share: call context_parallel(model, ...) first."
+                "SameSample is for sequences that are split over ranks: call context_parallel(model, ...) first."
             )
         return sharded
 
@@ -90,14 +90,16 @@ class SameSample:
     def _evaluated(self, loader: Any) -> Any:
         """The loader. Raises ValueError if its last batch would be smaller than the batches before.
 
-        Trainer would weigh such a last batch as if each rank of a group had samples of its own.
+        Trainer would give such a last batch a wrong weight in the mean, because it counts samples as if each rank of a
+        group had samples of its own.
         """
         if (
             self._sharded().parallel.world_size > 1
             and loader.total_dataset_length % loader.total_batch_size
         ):
             raise ValueError(
-                f"{loader.total_dataset_length} samples are no multiple of the {loader.total_batch_size} of a step: "
-                "their mean would not be exact. Choose another per_device_eval_batch_size (1 always fits one group)."
+                f"{loader.total_dataset_length} samples are no multiple of the {loader.total_batch_size} samples of a "
+                "step: the mean of their losses would not be exact. Choose another per_device_eval_batch_size (1 "
+                "always fits one group)."
             )
         return loader

@@ -43,8 +43,8 @@ Borders = tuple[int, ...]
 class Padding(NamedTuple):
     """Where rows lie in a misaligned branch after torchscale has added zero rows to every segment.
 
-    borders: the ranks' shards of the rows. padded_borders: the ranks' shards of the padded rows. A rank adds the zero
-    rows of each segment that ends in its shard.
+    borders: where the ranks' shards begin, counted without zero rows. padded_borders: the same, counted with zero rows.
+    A rank adds the zero rows of each segment that ends in its shard.
     """
 
     branch: Branch
@@ -192,7 +192,7 @@ def pattern_failure(pattern: DilatedPattern) -> str | None:
 def _num_zero_keys(
     pattern: DilatedPattern, num_heads: int, length: int, positions_N: Tensor
 ) -> Tensor | None:
-    """C (N, H), float64 on the CPU: how many zero rows after the last row the queries at these positions see.
+    """C (N, H), float64 on the CPU: how many of the zero rows after the last row each query at these positions sees.
 
     Only queries in the last segment of a branch see such rows. The result is None if no branch has such rows.
     """
@@ -235,8 +235,8 @@ def _pad(x: Tensor, padding: Padding) -> Tensor:
 
 
 def _without_lone_zeros(lse_BPH: Tensor, padding: Padding) -> Tensor:
-    """lse, with -inf in the place of 0 at zero rows that see only themselves, because torchscale drops a branch
-    wherever the branch's lse is 0."""
+    """lse, with -inf at zero rows that see only themselves. There lse is 0, and torchscale drops a branch wherever the
+    branch's lse is 0."""
     segment_length, rate, _ = padding.branch
     if segment_length > rate:
         return lse_BPH

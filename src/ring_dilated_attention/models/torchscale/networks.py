@@ -58,7 +58,7 @@ class SelfAttention(NumberedModule):
         value = self.v_proj(x_BNE).unflatten(-1, heads)
         with called_by(self.parallel, self._number):
             out_BNE = attend(query, key, value, self.pattern).flatten(2)
-        del query, key, value  # two thirds of the layer's memory, if no gradients are needed
+        del query, key, value  # frees two thirds of the layer's memory, if no gradients are needed
         return self.out_proj(self.inner_attn_ln(out_BNE))
 
 

@@ -38,7 +38,7 @@ def padded_segment(branch: Branch) -> int:
 
 
 def padded_position(branch: Branch, position: Position) -> Position:
-    """The position among the padded rows of a misaligned branch of the row at this position in the sequence."""
+    """Where the row at this position of the sequence lies among the padded rows of a misaligned branch."""
     num_zeros = padded_segment(branch) - branch.segment_length
     return position + position // branch.segment_length * num_zeros
 
