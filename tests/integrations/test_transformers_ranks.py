@@ -232,7 +232,7 @@ def rank_has_bad_input(rank, world_size):
     given = [
         ({"cache": object()}, no_cache),
         ({"past_key_values": object()}, no_cache),  # as before 5.24
-        ({"attention_mask": mask}, "attention_mask of shape (1, 12): ranks share whole sequences"),
+        ({"attention_mask": mask}, "attention_mask of shape (1, 12): sequences that are split"),
         (of_padding, "labels of padded positions must be"),
         ({"pixel_values": torch.zeros(1, 3)}, "pixel_values: it is not known how to cut this ten"),
         (no_items, "num_items_in_batch=0: the mean of a loss needs one"),

@@ -257,9 +257,8 @@ class LongNetLM(nn.Module):
     ) -> Tensor:
         """Mean cross-entropy, in nats, of predicting every token but the first of each sequence or packed document.
 
-        Under `parallel` the label of a shard's last position is the first token of the next shard. Every rank returns
-        the mean over all ranks. Average the gradients over the ranks, as DDP and FSDP2 do. The average is the gradient
-        of this mean.
+        Under `parallel` a position's label may be a token of another rank, and every rank returns the mean over all
+        ranks. Average the gradients over the ranks, as DDP and FSDP2 do. The average is the gradient of this mean.
 
         DDP and FSDP2 hook `forward`, not this method: wrap the model in `NextTokenLoss` first.
 

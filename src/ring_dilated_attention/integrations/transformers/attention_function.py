@@ -250,8 +250,8 @@ def _check_mask(
     if not is_padding and not is_bias:
         raise ValueError(
             f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype}: the pattern decides who attends whom. Pass "
-            f"a 2-D mask of padding, ({batch}, {num_rows}), or none. (uint8 is the mask of a BoundedCache. It works "
-            "only if the model leaves the cache's keys unchanged: use a DynamicCache.)"
+            f"a 2-D mask of padding, ({batch}, {num_rows}), or none. (A uint8 mask comes with a BoundedCache, which "
+            "works only if the model leaves the cache's keys unchanged: use a DynamicCache.)"
         )
 
 

@@ -136,8 +136,8 @@ def _refuse_padding(mask: Tensor | None, labels: Tensor | None, model: Any) -> N
     is_causal = all(module.is_causal for module in model.modules() if hasattr(module, "is_causal"))
     if mask.dim() != 2 or not is_causal or (is_valid.diff() & is_valid[:, 1:]).any():
         raise ValueError(
-            f"attention_mask of shape {tuple(mask.shape)}: ranks share whole sequences, which may have padding only on "
-            "the right, in a causal model. Pack documents into one row (DataCollatorWithFlattening)."
+            f"attention_mask of shape {tuple(mask.shape)}: sequences that are split over ranks may have padding only "
+            "on the right, and only in a causal model. Pack documents into one row (DataCollatorWithFlattening)."
         )
     if labels is not None and (labels[~is_valid] != IGNORED_LABEL).any():
         raise ValueError(
