@@ -1,7 +1,7 @@
 """Exact dilated attention (LongNet), on one device or, by ring attention, on many devices.
 
-A member of the package is imported when it is first used. So the pure modules (`pattern`, `plan`) can be used without
-importing torch.
+Each name in `__all__` is imported when it is first used. So the modules `pattern` and `plan`, which need no torch, can
+be used without importing torch.
 """
 
 import sys
@@ -44,10 +44,10 @@ def __dir__() -> list[str]:
 
 
 class _Ops:
-    """Stands at `torch.ops.ring_dilated_attention` until one of the package's ops is first looked up.
+    """A placeholder at `torch.ops.ring_dilated_attention`. When an op is first looked up there, the placeholder is
+    removed and the modules that register the ops are imported.
 
-    The look-up imports the modules that register the ops. So a program that has imported only `ring_dilated_attention`
-    can load files that torch.export saved.
+    So a program that has imported only `ring_dilated_attention` can load files that torch.export saved.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -68,8 +68,8 @@ def _prepare(torch: Any) -> None:
 class _AfterTorch:
     """Waits for torch to be imported, and then calls `_prepare`. Used if this package is imported before torch.
 
-    The class is a finder in sys.meta_path. A program may ask for torch's spec (importlib.util.find_spec) without
-    importing torch. So the finder is removed only when torch's code has run, and not when it is first asked.
+    The class is a finder in sys.meta_path. It stays there until torch's code has run, because a program may ask for
+    torch's spec (importlib.util.find_spec) without importing torch.
     """
 
     @classmethod

@@ -73,7 +73,7 @@ def within(least: int, most: int = MAX_INT64) -> Callable[[str], int]:
 
 
 positive = within(1)
-sequence_length = within(1, 2**44)  # the bytes of a call on a longer sequence may not fit 64 bits
+sequence_length = within(1, 2**44)  # for more, the bytes of a call might not fit 64 bits
 
 
 def check_installed(packages: Iterable[str], extra: str, who: str = "") -> None:

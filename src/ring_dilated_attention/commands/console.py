@@ -1,6 +1,6 @@
 """What commands show: tables and progress (by rich), wrapped text, numbers with their units. Imports no torch.
 
-rich is imported where it is used, so that `rda --help` works without it. `cli.py` refuses commands where it is missing.
+rich is imported where it is used, so that `rda --help` works without it. `cli.py` refuses commands if rich is missing.
 """
 
 import math

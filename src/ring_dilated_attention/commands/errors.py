@@ -51,14 +51,14 @@ class Case(NamedTuple):
     sharding: str = "contiguous"
 
 
-# For each quantity, by name, two sums over this rank's rows: of the squared differences between the result and the
-# definition's values, and of the squares of the definition's values.
+# Two sums for each quantity (out, lse, dq, dk, dv), by its name: sum((result - expected)**2) and sum(expected**2). Both
+# are over this rank's rows only. `expected` is what the definition gives.
 Squares = dict[str, tuple[float, float]]
 
 
 def make_inputs(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Random [query, key, value], dout and dlse in float64, the same on all ranks. `dtype` holds the numbers
-    exactly."""
+    """Random [query, key, value], dout and dlse in float64, the same on all ranks. The numbers are rounded to `dtype`,
+    so that a conversion to `dtype` is exact."""
     generator = torch.Generator().manual_seed(case.seq_len)
 
     def draw(*shape: int) -> Tensor:
@@ -106,7 +106,7 @@ def tolerances(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str,
     out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     covered = torch.isfinite(expected["lse"])
     grads = torch.autograd.grad(out, leaves, (dout * covered.unsqueeze(-1)).to(dtype))
-    lse = lse.where(covered, -torch.inf)  # replace the 0 of torch's op for a query without keys
+    lse = lse.where(covered, -torch.inf)  # for a query without keys torch's op gives 0
     found = dict(zip(QUANTITIES, (out * covered.unsqueeze(-1), lse, *grads), strict=True))
     floor = (FLOOR if device == "cpu" else FLOOR_ON_GPU)[dtype]
     return {name: 2 * relative(squares(found[name], expected[name])) + floor for name in QUANTITIES}
@@ -183,9 +183,9 @@ def _loss(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor
 
 
 def squares(result: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Two sums of squares: of result - expected, and of expected. Places where both are -inf are left out.
+    """Returns sum((result - expected)**2) and sum(expected**2). Entries that are -inf in both tensors are left out.
 
-    The first sum is infinite if only one tensor is -inf at some place.
+    The first sum is infinite if an entry is -inf in only one of the tensors.
     """
     result = result.detach().cpu().double()
     is_empty = expected == -torch.inf

@@ -142,8 +142,8 @@ PRESETS = {card: _machine(card, fields) for card, fields in _PRESETS.items()}
 def machine_for(arguments: Namespace) -> Machine | None:
     """The machine that --hardware names, with its numbers replaced by those of --bandwidth, --latency and --memory.
 
-    Returns None without --hardware. Raises ValueError for a number out of range, and for one of the three other options
-    without --hardware.
+    Returns None if none of these options is given. Raises ValueError for a number out of range, and if --bandwidth,
+    --latency or --memory is given without --hardware.
     """
     replaced: dict[str, Any] = {}
     for option, key in OPTIONS.items():

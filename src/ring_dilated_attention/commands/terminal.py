@@ -1,6 +1,6 @@
 """Ends commands without a traceback after Ctrl-C, on a closed stream or on a full disk.
 
-If a terminal lacks a letter, the letter's number is printed. This module imports no torch.
+If a terminal cannot show a character, the character's code is printed. This module imports no torch.
 """
 
 import io
@@ -59,7 +59,7 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out: Python's MemoryError, or torch's RuntimeError with one of `texts`."""
+    """Whether memory ran out: a MemoryError, or an error whose text says so, such as torch's RuntimeError."""
     texts = ("can't allocate memory", "not enough memory", "out of memory")
     return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
@@ -67,7 +67,7 @@ def is_out_of_memory(error: Exception) -> bool:
 def prepare_streams() -> None:
     """Make sure that printing never ends a command.
 
-    If a terminal cannot show a letter (of a path, say), the letter's number is shown.
+    If a terminal cannot show a character (of a path, say), the character's code is shown.
 
     If stdin, stdout or stderr is closed, it is opened on /dev/null. Otherwise the first file that the command opens
     would get the descriptor of the closed stream, and printed text would be written into that file.
@@ -76,7 +76,7 @@ def prepare_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, the closed stream's
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor: the closed one
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 PACKAGES = ("filelock", "numpy", "rich", "safetensors")
-# A rank that lost another rank waits for this time before it ends, so that the rank that failed ends first, and the
-# launcher names the rank that failed.
+# If a rank fails, the others lose the connection to it. They wait this long before they end, so that the failed rank
+# ends first, and the launcher names it as the cause.
 GRACE_SECONDS = 10
 # Words in the errors that a rank meets if another rank has ended. These errors come from gloo, in DDP's
 # all-reduce of gradients, or from a store of torch.distributed.
@@ -212,8 +212,8 @@ def train(arguments: Namespace, run: Run | None) -> int:
             (folder / STARTS_FILE).unlink(missing_ok=True)
     if arguments.launched is None or code == FAILED_EXIT_CODE:
         return code
-    # Pass the exit code on to the launcher. Without an error only the first rank does so, because the first rank may
-    # still fail when it reports the run.
+    # Pass the exit code on to the launcher. If there was no error, only the first rank does so: it reports the
+    # run at its end, and if it fails there, the command must not end with the code of another rank.
     if code not in (0, INTERRUPTED_EXIT_CODE) or parallel.rank == 0:
         leave_code(arguments.launched, code)
     return 0
@@ -228,8 +228,8 @@ def join(arguments: Namespace) -> "ContextParallel":
         join_ranks(arguments.launched, timeout)
         return ContextParallel(timeout=timeout)
     except (ValueError, RuntimeError):
-        # Raise the error of a wrong request if there is one, because it tells the user more than that the ranks could
-        # not meet.
+        # If the request itself is wrong, raise an error that says so. It helps the user more than the error that the
+        # ranks could not meet.
         prepare_checked(arguments)
         raise
 
@@ -271,7 +271,7 @@ def own(arguments: Namespace, run: Run, stack: ExitStack) -> str:
     seconds = 0.0
     if may_start_again(arguments):
         # Wait for the folder, because ranks of the previous start may still own it. These ranks end soon after their
-        # launcher. Wait less than --timeout, because all other ranks wait only so long for this rank.
+        # launcher. Wait less than --timeout: when that time is over, the other ranks no longer wait for this one.
         seconds = min(60, arguments.timeout / 2)
     return str(stack.enter_context(own_folder(run.folder, seconds)))
 
@@ -326,7 +326,7 @@ def failed(error: Exception, arguments: Namespace, folder: Path | None) -> int:
 
 
 def code_after_loss(arguments: Namespace) -> int:
-    """The exit code of a rank that ends because it lost another rank.
+    """The exit code of a rank that ends because it lost the connection to another rank.
 
     Under `rda train --ranks` this waits up to GRACE_SECONDS, so that the rank that failed ends first. If a rank leaves
     a code for the command meanwhile, that code is returned. Otherwise FAILED_EXIT_CODE is returned.

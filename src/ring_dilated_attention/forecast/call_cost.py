@@ -2,12 +2,13 @@
 
 (query, key) pairs and received bytes are counted exactly, for every rank.
 
-Sent bytes and held bytes are computed for `picked_ranks`: all ranks if there are at most a dozen, otherwise about a
-dozen that stand out.
+Sent bytes and held bytes are computed for `picked_ranks`: all ranks if there are at most a dozen, otherwise the first,
+middle and last ones, and those that compute, receive or hold most.
 
 The time is modelled if there are at most MOST_TIMED ranks.
 
-In the exchange all_to_all, ranks "deal heads": each gives away positions and gets more positions of fewer heads.
+In the exchange all_to_all, ranks "deal heads": before attention each rank has some positions of all heads, and by
+messages it gets all positions of some heads instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from .clock import Hardware, StepTime, model_step
 
 MOST_TIMED = 64  # the most ranks of a call whose time is modelled
 DOZEN = 12
-FLOPS_PER_PAIR = 7 * 2  # for each head dim: 2 products forward, 5 backward, 2 FLOPs each
+FLOPS_PER_PAIR = 7 * 2  # per head dim: 2 matrix products forward, 5 backward, each 2 FLOPs
 
 
 class PlannedCall(NamedTuple):
@@ -53,8 +54,8 @@ class PlannedCall(NamedTuple):
 class Exchange(NamedTuple):
     """How rows of queries, keys and values travel between ranks.
 
-    inner: the number of ranks in a group, on a mesh with two dimensions. The ranks of a group deal heads among
-    themselves by all_to_all; `name` is the exchange between groups. Without groups `inner` is 1.
+    inner: on a mesh with two dimensions, the number of ranks in a group; otherwise 1. The ranks of a group use
+    all_to_all among themselves, and `name` is the exchange between groups.
     """
 
     name: str = "ring"
@@ -67,8 +68,8 @@ class Exchange(NamedTuple):
 class Counted(NamedTuple):
     """What every rank of a job (an attention call with its shards) computes and receives.
 
-    places: a list of counts. If no heads are dealt, the list has one entry, which counts all ranks. If groups of ranks
-    deal heads, entry i counts the i-th rank of every group. In groups of 2, entry 0 counts the ranks 0, 2, 4, ...
+    places: a list of counts. Without all_to_all the list has one entry, which counts all ranks. If groups of ranks use
+    all_to_all, entry i counts the i-th rank of every group. In groups of 2, entry 0 counts the ranks 0, 2, 4, ...
     """
 
     job: Job
@@ -85,7 +86,7 @@ class Counted(NamedTuple):
     def sent_by_branch(self, sizes: Sizes) -> list[int]:
         """For each branch, the bytes of keys and values that all ranks together send in a forward.
 
-        The bytes that ranks send to deal heads are not included.
+        The bytes that ranks send by all_to_all are not included.
         """
         sent = [0] * len(self.job.pattern.branches)
         for place in self.places:
@@ -95,8 +96,8 @@ class Counted(NamedTuple):
 
 
 def count(job: Job, exchange: Exchange) -> Counted:
-    """Count what every rank computes and receives. Raises ValueError if the heads do not divide among the ranks that
-    deal them."""
+    """Count what every rank computes and receives. Raises ValueError if all_to_all cannot give each rank the same
+    number of heads."""
     return _count(job, dealers(exchange.name, job, exchange.inner))
 
 
@@ -131,7 +132,7 @@ def picked_ranks(counted: Counted) -> list[int]:
 
 
 class RankFigures(NamedTuple):
-    """What one picked rank owns, computes, sends and, if a kernel is given, holds."""
+    """What one of the `picked_ranks` owns, computes, sends and, if a kernel is given, holds."""
 
     rank: int
     num_rows: int
@@ -147,14 +148,14 @@ class Figures(NamedTuple):
     flops: int  # the FLOPs of all ranks together
     balance: float  # the mean FLOPs of a rank, divided by the FLOPs of the busiest rank
     sent_by_branch: list[int]  # bytes of keys and values that all ranks send in a forward
-    ranks: tuple[RankFigures, ...]  # figures of the picked ranks
+    ranks: tuple[RankFigures, ...]  # figures of the `picked_ranks`
     num_ranks: int
     step: StepTime | None  # None if no hardware is given, or for more than MOST_TIMED ranks
-    peak_bytes: int  # the most bytes that a picked rank holds; 0 if no kernel is given
+    peak_bytes: int  # the most bytes that one of `ranks` holds; 0 if no kernel is given
 
     @property
     def most_sent(self) -> int:
-        """The most bytes that a picked rank sends in a forward and its backward."""
+        """The most bytes that one of `ranks` sends in a forward and its backward."""
         return max(rank.sent for rank in self.ranks)
 
     @property

@@ -6,8 +6,8 @@ tiles (blocks of queries x keys), posts messages and waits for messages.
 Assumptions:
 
 - Computation: a tile takes `call_seconds`, plus its FLOPs divided by the rate of its stage. The rate is the one that
-  kernels reach in practice; it includes packing, merging and adding. Messages do not slow computation. To post a
-  message takes no time.
+  kernels reach in practice, with the time for packing rows and for adding up results. Messages do not slow
+  computation. To post a message takes no time.
 - Network: a rank sends one message at a time and receives one at a time, each at `bytes_per_second`. Messages go in the
   order in which the rank posts them, as on one NCCL stream. A message starts when its sender and its receiver have
   posted it and both are free for it. It arrives one latency after its last byte has left.
@@ -174,8 +174,8 @@ class _Rank:
         self.computing += seconds
 
     def post(self, step: Post) -> tuple[list["Side"], list["Side"]]:
-        # If groups of ranks deal heads, a ring joins one rank of each group, all at the same place in their groups. So
-        # the plan names a peer by the number of its group, and `side` turns this number into the peer's rank.
+        # If groups of ranks use all_to_all, ring k joins the k-th ranks of all groups. So the plan names a peer by the
+        # number of its group, and `side` turns this number into the peer's rank.
         size = 1
         place = 0
         if self.dealing is not None:
@@ -225,7 +225,7 @@ class _Rank:
 
 
 def _row_bytes(name: str, plan: Plan, sizes: Sizes) -> int:
-    """The bytes that one position takes, over all heads, in a tensor. name: the tensor's, such as "key" or "lse"."""
+    """The bytes of one position of a tensor, all heads together. name: "key" or "lse", for example."""
     num_heads = plan.num_kv_heads if name in ("key", "value", "dk", "dv") else plan.num_heads
     if name in ("lse", "dlse"):
         return num_heads * sizes.sum_itemsize
@@ -278,8 +278,8 @@ class Network:
         return sends, receives
 
     def _carry(self, sender: int, receiver: int) -> None:
-        """Carry the first message in the sender's queue, which is also the first in the receiver's: compute when
-        it arrives."""
+        """Compute when a message arrives, and remove it from both queues. It must be the first in the queues of its
+        sender and its receiver."""
         sent = self.leaving[sender].popleft()
         received = self.coming[receiver].popleft()
         assert sent.num_bytes == received.num_bytes, (sender, sent, receiver, received)

@@ -24,8 +24,8 @@ class Alternative(NamedTuple):
 def exchanges_of(call: PlannedCall, hardware: Hardware | None) -> list[Exchange]:
     """Every exchange that the call may take.
 
-    A 2-D mesh has groups of ranks that deal heads (all_to_all), and rings between the groups. Of these meshes only the
-    one with the largest groups that fit into a host is listed.
+    On a 2-D mesh ranks use all_to_all inside groups, and rings between groups. Of these meshes only the one with the
+    largest groups that fit into a host is listed.
     """
     num_ranks = call.num_ranks
     sizes = [d for d in range(2, num_ranks + 1) if num_ranks % d == call.num_kv_heads % d == 0]
@@ -62,19 +62,17 @@ def alternatives(
 
 
 def _rank_of(row: Alternative) -> tuple[float, ...]:
-    """The key by which alternatives are sorted. Alternatives with a time come first, the fastest in front.
-    Alternatives without a time follow, the best balanced in front. Of equal alternatives, the one that sends least is
-    first."""
+    """The key by which alternatives are sorted: first those with a time, by time, then those without, by balance. Of
+    equal alternatives, the one that sends least is first."""
     if row.figures.step is None:
         return (1, -row.figures.balance, row.figures.most_sent)
     return (0, row.figures.seconds, row.figures.most_sent)
 
 
 def better(figures: Figures, rows: list[Alternative]) -> str:
-    """A sentence that advises the fastest of `rows`, or "" if no advice is worth it.
+    """A sentence that advises the first of `rows`, or "" if its step takes more than WORTH_IT of the time in `figures`.
 
-    figures: the figures of the call as the user asked for it. Advice is worth it if the fastest step takes at most
-    WORTH_IT of the time in `figures`.
+    figures: the figures of the call as the user asked for it. rows: alternatives, the fastest first.
     """
     if not rows or rows[0].figures.step is None or figures.step is None:
         return ""

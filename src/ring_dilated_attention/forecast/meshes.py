@@ -1,8 +1,8 @@
 """Ranks all meshes of a number of devices for the training of a decoder, by tokens per second.
 
-A mesh of data x sequence devices has `data` groups. The `sequence` devices of a group share each sequence.
+A mesh of data x sequence devices has `data` groups. Each sequence is split over the `sequence` devices of a group.
 
-For each mesh, the exchange and sharding are taken in which attention is fastest. Then two more choices are compared:
+For each mesh, the exchange and sharding with the fastest attention are taken. Then two more choices are compared:
 activations are kept or computed again, and states (parameters, gradients and optimiser state) are whole on each device
 or cut over all devices. The fastest choice that fits the memory is taken.
 """
@@ -33,7 +33,7 @@ class Training(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """`data` groups of devices. The `sequence` devices of a group share each sequence."""
+    """`data` groups of devices. Each sequence is split over the `sequence` devices of a group."""
 
     data: int
     sequence: int
@@ -88,8 +88,8 @@ def ranked_meshes(
 
 
 def _rank_of(plan: MeshPlan) -> tuple[bool, float]:
-    """The key by which plans are sorted. Plans that fit the memory come first, the fastest of them in front. All other
-    plans follow, those that need the least memory in front."""
+    """The key by which plans are sorted: first the plans that fit the memory, by speed, then all others, by the memory
+    that they need."""
     if plan.fits:
         return False, -plan.tokens_per_second
     return True, plan.memory.total
@@ -98,8 +98,8 @@ def _rank_of(plan: MeshPlan) -> tuple[bool, float]:
 def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: float) -> MeshPlan:
     """The fastest way to train on a mesh that fits the memory. If no way fits, the one that needs the least memory.
 
-    The time of a step is the sum of three times: of the products with weights, of the attention of all layers, and of
-    the messages about gradients. The optimiser's own work is not counted.
+    The time of a step has three parts: products with weights, attention in all layers, and the messages that exchange
+    gradients or parameters. The optimiser's own work is not counted.
     """
     decoder = training.decoder
     exchange, sharding, attention, weight = _attention(training, mesh, hardware)
@@ -169,7 +169,8 @@ def _gradient_seconds(training: Training, mesh: Mesh, hardware: Hardware, *, is_
     Without FSDP2 devices sum gradients by a reduce-scatter and an all-gather. With FSDP2 (`is_cut` set) devices gather
     parameters twice and reduce-scatter gradients once.
 
-    All bytes pass inside hosts. Between hosts pass only the bytes of one device of each host.
+    The devices of a host first exchange among themselves. So together they send only as many bytes to other hosts as
+    one device has.
     """
     num_ranks = mesh.num_ranks
     inside = min(hardware.gpus_per_host or 1, num_ranks)

@@ -4,16 +4,16 @@ In one layer a query hears of the keys that it sees. In the next layer it also h
 So a query is followed back through the layers: its set of positions begins with itself, and each layer adds the keys
 that the positions in the set see.
 
-Heads are mixed between layers. So a layer adds what any head sees, though each head reads only every r-th position of
-a segment, from its phase on (r is the dilation rate).
+Each head reads only every r-th position of a segment (r is the dilation rate), and the first of these differs between
+heads. But heads are mixed between layers, so a layer adds what any head sees.
 
 A set is a binary tree: a node is a set of 2**h positions, its two halves are sets of half as many positions, and equal
 sets are one node. If lengths and rates are powers of two, most segments look alike. So a trillion positions need hardly
 more nodes than a million.
 
-In a branch, the keys that a set of queries sees are found by moves. The set moves by 1, 2, 4, ... times the dilation
-rate, one move after the other, and after each move the set before and the set after it are joined. Nothing moves over
-the border of a segment. A sliding window has no borders: its moves add up to its width.
+To find the keys that a set of queries sees in a branch, the set is moved by 1, 2, 4, ... times the dilation rate, one
+move after the other. After each move the moved set is united with the set before the move. Nothing moves over the
+border of a segment. A sliding window has no borders: its moves add up to its width.
 """
 
 from collections.abc import Iterator, Sequence
@@ -77,9 +77,9 @@ class _Sets:
         return in_first + in_second
 
     def _moved(self, a: int, neighbour: int, height: int, move: "_Move") -> int:
-        """What a move brings into the range of positions that `a` covers: from `a` itself, and from `neighbour`.
+        """Move two adjacent sets, `a` and `neighbour`. Returns the positions that then lie where `a` was.
 
-        neighbour: the set of the next range of the same size, on the side from which positions come.
+        neighbour: the set of the next 2**height positions, on the side from which positions move towards `a`.
         """
         if height >= move.segment:
             neighbour = NONE  # nothing moves over the border of a segment
@@ -100,8 +100,8 @@ class _Sets:
 
 
 class _Move(NamedTuple):
-    """A move of all positions of a set by 2**distance, up or down. A position that would leave its segment of
-    2**segment positions is dropped."""
+    """A move of all positions of a set by 2**distance, up or down. Segments have 2**segment positions. A position that
+    would leave its segment is dropped."""
 
     distance: int
     segment: int
@@ -109,8 +109,8 @@ class _Move(NamedTuple):
 
 
 class _Branch(NamedTuple):
-    """A branch, as the set of positions that heads read, and as moves. The moves take a set of queries to the keys that
-    the queries see."""
+    """A branch: which positions its heads read, and the moves by which a set of queries grows to the keys that the
+    queries see."""
 
     read: int  # the set of positions that heads read
     moves: list[_Move]
@@ -121,8 +121,8 @@ def reach(
 ) -> tuple[float, ...]:
     """For each layer, the least share of positions that a query has heard of.
 
-    A share of 0.25 means: some query has heard of only a quarter of the positions that are visible to it. Visible are
-    all positions, or those up to the query if the pattern is causal. Only `queries_to_follow` are examined.
+    A share of 0.25 means: some query has heard of only a quarter of all positions, or, if the pattern is causal, of the
+    positions up to the query. Only `queries_to_follow` are examined.
 
     Raises ValueError if a rate is not a power of two, or if a segment or window is shorter than the sequence and its
     length is not a power of two. A window that is not causal counts with half its length.
@@ -193,8 +193,8 @@ def _branch(
         farthest = 2**segment - 2**rate
         heads = pattern.heads_of(number, num_heads)
         phases = [pattern.phase_of(number, head, num_heads) or 0 for head in heads]
-        # Repeat one range of each 2**rate positions over the sequence, because under every phase rule the phases that
-        # heads read are consecutive.
+        # The phases that heads read are consecutive under every phase rule. So make the range of phases, and repeat it
+        # every 2**rate positions.
         read = sets.of(min(phases), max(phases) + 1, rate)
         for _ in range(rate, height):
             read = sets.join(read, read)
@@ -213,15 +213,15 @@ def _branch(
 
 
 def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[int]:
-    """The queries that may have heard of the least share of positions. Place k is the k-th position of a segment, from
-    0.
+    """The queries that may have heard of the least share of positions. Places in a segment are counted from 0.
 
     - Places 0 and `num_heads` of several segments. A query at place 0 hears of earlier segments only by wider branches.
-      Place `num_heads` may be in a phase that no head reads.
-    - The segments are the first, in which each missing position is a larger share, and the last, which may be shorter.
+      The position at place `num_heads` may be one that no head reads.
+    - The segments are the first ones, where a causal query can hear of few positions and each counts more, and the
+      last ones, which may be shorter.
     - With a window of w positions, also places w - 2 and w - 1 of these segments. The window shows keys before the
       start of a segment only to the first w - 1 queries of the segment.
-    - With a window, also the last queries of the sequence. One of these queries is in no phase that heads read.
+    - With a window, also the last queries of the sequence, since there may be one among them that no head reads.
     """
     shortest = min(branch.segment_length for branch in pattern.branches)
     starts = {0, max(0, (seq_len - 1) // shortest - 1) * shortest}

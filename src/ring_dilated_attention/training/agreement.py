@@ -47,17 +47,17 @@ def join_ranks(folder: Path | None, timeout: timedelta) -> None:
 def store_of_launcher(rank: int, num_ranks: int) -> dist.Store:
     """The key-value store in which the ranks meet under torchrun or srun. Entries of earlier starts are hidden.
 
-    torch 2.13 keeps one store for all starts of a torchrun, with the addresses of ranks that have ended. So the names
-    of entries begin with the number of the start.
+    torchrun may start failed ranks again. torch 2.13 keeps one store for all these starts, with the addresses of ranks
+    that have ended. So the names of entries begin with the number of the start.
 
-    Several torchruns may disagree on this number, because each counts only its own restarts. So several torchruns need
-    a new store for each start. Raises a ValueError that says how to get new stores.
+    With several torchruns (one on each host) this fails, because each counts only its own restarts. They need a new
+    store for each start. Raises a ValueError that says how to get new stores.
     """
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_torchruns and are_by_torchrun() and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         remedy = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"
         raise ValueError(
-            f"after a restart, ranks of several torchruns would find addresses of ended ranks: {remedy}"
+            f"after a restart, ranks would read the addresses of ranks that have ended: {remedy}"
         )
     store: dist.Store = next(dist.rendezvous("env://", rank, num_ranks, timeout=JOIN_TIME))[0]
     return dist.PrefixStore(f"start-{os.environ[RESTART]}", store) if is_torchruns else store

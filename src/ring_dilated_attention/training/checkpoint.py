@@ -186,7 +186,7 @@ def _remove_superfluous(target: Path, run: str) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the files of a checkpoint, finished or not, and its folder if the folder holds nothing else."""
+    """Remove the files of a checkpoint, finished or not. Then remove its folder, if it holds nothing else."""
     with suppress(OSError):
         for path in folder.glob(saved_run.SHARDS):
             path.unlink(missing_ok=True)

@@ -162,10 +162,10 @@ def take_step(
 
 
 def has_whole_windows(options: Hyperparameters, phase: Phase, parallel: ContextParallel) -> bool:
-    """Whether each rank reads whole windows of its own. Otherwise each window is cut, and all ranks share it.
+    """Whether each rank reads whole windows of its own. Otherwise each window is split over all ranks.
 
-    Windows of --seq-len are always shared. Shorter windows are not shared if each rank can get the same number of them:
-    in a short window, messages between ranks take longer than attention.
+    Windows of --seq-len are always split. Shorter windows stay whole if each rank can get the same number of them,
+    because in a short window messages between ranks take longer than attention.
     """
     is_short = phase.length < options.seq_len
     return is_short and phase.batch_size % parallel.world_size == 0
@@ -173,8 +173,8 @@ def has_whole_windows(options: Hyperparameters, phase: Phase, parallel: ContextP
 
 @contextmanager
 def not_shared(loss_of: nn.Module) -> Iterator[None]:
-    """In this block each rank's model reads whole sequences and shares them with no other rank. Gradients are still
-    averaged."""
+    """In this block each rank's model reads whole sequences, which are not split over ranks. Gradients are still
+    averaged over ranks."""
     shared = {}
     for module in loss_of.modules():
         if isinstance(module, (LongNetLM, MultiheadDilatedAttention)):
@@ -228,8 +228,8 @@ def make_optimizers(model: nn.Module, options: Hyperparameters) -> list[Optimize
 def share_of_peak(options: Hyperparameters, step: int) -> float:
     """The learning rate of a step as a share of its peak.
 
-    The rate rises linearly in the warm-up. Then it falls to 5 % along a cosine over the positions that have been read:
-    steps read different numbers of positions.
+    The rate rises linearly in the warm-up. Then it falls to 5 % along a cosine. Progress along the cosine is counted in
+    positions, because steps read different numbers of positions.
     """
     if step < options.warmup_steps:
         return (step + 1) / options.warmup_steps
@@ -241,8 +241,8 @@ def share_of_peak(options: Hyperparameters, step: int) -> float:
 
 
 def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.Module:
-    """Put the loss under DDP, which averages gradients over ranks. `loss_of` scales each rank's loss for this
-    averaging.
+    """Put the loss under DDP, which averages gradients over ranks. `loss_of` scales the loss of each rank so that this
+    average is the gradient of the mean loss over all positions.
 
     Returns the module to call. On one rank this is `loss_of` itself.
     """
@@ -251,8 +251,9 @@ def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.M
         if parallel.world_size == 1
         else DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
     )
-    # Run one backward and drop its gradients, because DDP orders its buckets anew after the first backward.
-    # Otherwise a resumed run would add gradients in another order than a run without a break, and round differently.
+    # Run one backward and drop its gradients, because DDP orders its buckets (groups of gradients) anew after the first
+    # backward. Otherwise a resumed run would add gradients in another order than a run without a break, and round
+    # differently.
     borders = torch.tensor([0, 2 * parallel.world_size], dtype=torch.int32)
     tokens = parallel.shard(tokens_of(bytearray(2 * parallel.world_size)))
     wrapped(tokens.long(), borders).backward()
@@ -273,8 +274,8 @@ def check_finite(is_finite: bool, what: str, step: int) -> None:
 def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> None:
     """Raise TrainingDiverged on every rank if a parameter is not finite.
 
-    It is called before a checkpoint is written, which would replace a good one. With --fsdp each rank holds other parts
-    of the parameters, so all ranks must call this.
+    It is called before each checkpoint, so that a good checkpoint is not replaced by a bad one. With --fsdp each rank
+    holds other parts of the parameters, so all ranks must call this.
     """
     is_finite = True
     for parameter in model.parameters():

@@ -32,8 +32,8 @@ PR_SET_PDEATHSIG = 1  # a constant of linux/prctl.h
 # torch's variable: the seconds from a signal until the launcher kills ranks, in which ranks can save.
 SECONDS_TO_SAVE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 CODE_FILE = "exit-code"  # the file in FOLDER (see `launch`) with the command's exit code
-# A rank that lost another rank adds these seconds to the timestamp of its failure, so that the rank that failed first
-# has the earliest timestamp.
+# If a rank fails, the others lose the connection to it and fail too. They add these seconds to the timestamps of their
+# failures, so that the rank that failed first has the earliest timestamp.
 LATER_SECONDS = 3600
 
 
@@ -152,7 +152,7 @@ def leave_reason(reason: str, *, is_cause: bool) -> None:
     """Tell the elastic launcher in one line why this rank fails.
 
     The launcher takes the failure with the earliest timestamp for the cause of all failures. is_cause: False for a rank
-    that fails only because it lost another rank.
+    that fails only because another rank has ended.
     """
     timestamp = 0 if is_cause else int(time.time()) + LATER_SECONDS
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):

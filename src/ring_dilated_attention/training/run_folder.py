@@ -1,4 +1,4 @@
-"""Keeps the folder of a run for one process at a time, and counts starts without a new checkpoint. Imports no torch."""
+"""Lets only one run at a time use a folder, and counts the starts that left no new checkpoint. Imports no torch."""
 
 import argparse
 import os
@@ -44,8 +44,8 @@ def own_folder(folder: Path, seconds: float = 0) -> Iterator[Path]:
 
 
 def is_lock(file: BinaryIO) -> bool:
-    """Whether an open file is a lock of filelock. A lock is empty or, on a file system without flock, names its
-    owner."""
+    """Whether an open file is a lock file of the package filelock. Such a file is empty or, on a file system without
+    flock, names the process that holds the lock."""
     content = file.read(512)
     return not content or OF_FILELOCK.fullmatch(content) is not None
 
@@ -62,7 +62,7 @@ def may_start_again(arguments: argparse.Namespace) -> bool:
 
 
 def count_start(folder: Path, *, anew: bool) -> None:
-    """Write down in the folder that a start has begun. anew: whether to forget earlier starts.
+    """Write to a file in the folder that the run starts or is started again. anew: whether to forget earlier starts.
 
     Raises ValueError if the last MOST_STARTS starts left no new checkpoint.
     """

@@ -53,9 +53,9 @@ def score(model: LongNetLM, text: bytes, context: int) -> Iterator[Score]:
 
 @torch.no_grad()
 def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
-    """Mean bits per byte over the held-out bytes. Each of them is predicted once.
+    """Mean bits per byte over the held-out bytes. Each of these bytes is predicted once.
 
-    The held-out bytes are cut into contexts. Each context also has the byte before it, which is only read.
+    They are cut into contexts. The model also reads the byte before each context, to predict the context's first byte.
     """
     parallel = model.parallel or ContextParallel()
     content = document.content

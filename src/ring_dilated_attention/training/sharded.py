@@ -35,8 +35,8 @@ def sharded_model(
     for block in model.each_block():
         model.reset_block(block.to_empty(device="cpu"))
         fully_shard(block, mesh=mesh)
-    # Set reshard_after_forward, because otherwise a `loss` without a backward would leave the parameters outside of
-    # blocks whole on every rank.
+    # Set reshard_after_forward. Otherwise, after a `loss` without a backward, every rank would keep the parameters
+    # outside of blocks whole.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     # Let `loss`, like `forward`, gather the parameters outside of blocks.
     register_fsdp_forward_method(model, "loss")

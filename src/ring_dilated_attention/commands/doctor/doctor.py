@@ -150,11 +150,11 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware | None:
     small = max(x["small_seconds"] for x in messages)
     large = max(x["large_seconds"] for x in messages)
     # Subtract the time of the small message, which is nearly all latency, from the time of the large message. But
-    # subtract nothing if the large message took less than twice that time, because then other programs disturbed the
-    # network.
+    # subtract nothing if the large message took less than twice as long as the small one, because then other programs
+    # disturbed the network.
     bandwidth = LARGE_MESSAGE / (large - small) if large > 2 * small else LARGE_MESSAGE / large
-    # Add the time of a call's work besides its tiles (blocks of queries x keys) to the time of a handshake, because
-    # `Hardware` has no field for this work. A forward has one handshake, and so has a backward.
+    # A call also does other work than to compute tiles (blocks of queries x keys). `Hardware` has no field for the time
+    # of that work. So count it as a part of the handshake, which each forward and each backward has once.
     handshake = max(
         one["messages"]["handshake_seconds"] + one["rates"]["around_seconds"] for one in everyone
     )

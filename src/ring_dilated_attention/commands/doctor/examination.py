@@ -138,8 +138,8 @@ def timed(parallel: ContextParallel, device: str, *actions: Callable[[], object]
 
 
 def messages(parallel: ContextParallel, device: str) -> dict[str, float]:
-    """Time three kinds of messages while all ranks send. Returns the seconds of each kind by name: of a handshake, in
-    which all ranks hear of each other, of a small message to the next rank, and of a large message to the next rank."""
+    """Time three kinds of messages while all ranks send: a handshake, in which all ranks hear of each other, and a
+    small and a large message to the next rank. Returns the seconds by name."""
     link = getattr(parallel.ranks, "all", None)
     assert isinstance(link, GroupLink)
     [handshake] = timed(parallel, "cpu", lambda: meet(parallel))

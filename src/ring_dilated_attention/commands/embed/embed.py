@@ -112,8 +112,8 @@ def run(arguments: Namespace) -> int:
 
 
 def settings_of(arguments: Namespace, model: "LongNetViT") -> dict[str, Any]:
-    """The settings that decide the values of an embedding. Raises ValueError if the model does not have the layer of
-    --layer."""
+    """The settings that decide the values of an embedding. Raises ValueError if the model has no layer with the number
+    of --layer."""
     config = model.encoder.config
     depth = config.num_layers
     if arguments.layer.isdecimal() and int(arguments.layer) > depth:

@@ -13,8 +13,8 @@ from torch import Tensor
 from ...models.weights import first_line, load_tensors
 
 SUFFIXES = (".h5", ".hdf5", ".npz", ".pt", ".pth")
-# The names that the array of features and the array of coordinates may have in a file. If a file has several of these
-# names, the first name in the tuple is used.
+# The names that the array of features, or of coordinates, may have in a file. If a file has several arrays with these
+# names, the one whose name comes first here is used.
 FEATURES, COORDS = (("features", "tile_embeds", "feats"), ("coords", "coordinates"))
 TILE_SIZE = "patch_size_level0"  # TRIDENT's name for the distance from one tile to the next, in the unit of coordinates
 
@@ -64,7 +64,7 @@ def _arrays_of(
 
 
 def _array(arrays: Mapping[str, Any], what: str, names: Sequence[str]) -> Any:
-    """The array of a file under the first of `names` that the file has. The values of an HDF5 array are not read
+    """The array whose name comes first in `names`, among the arrays of a file. The values of an HDF5 array are not read
     yet."""
     for name in names:
         if name in arrays:
@@ -80,8 +80,8 @@ def _tensor(array: Any) -> Tensor:
 
 
 def find_slides(paths: list[Path]) -> dict[str, Path]:
-    """Find the slides among files and in folders. Returns the file of each slide by the slide's name: the file's name
-    without its suffix.
+    """Find the slides among files and in folders. Returns a dict from names to files. A slide's name is its file's name
+    without the suffix.
 
     Raises ValueError if two slides have the same name, or if there are no slides.
     """

@@ -101,7 +101,7 @@ def decoder_of(arguments: Namespace, pattern: DilatedPattern) -> Decoder:
     vocab_size = arguments.vocab or 256
     if not arguments.is_causal:
         if arguments.kv_heads is not None:
-            raise ValueError("--not-causal is a LongNetEncoder, which has no --kv-heads")
+            raise ValueError("--not-causal makes a LongNetEncoder, which has no --kv-heads")
         return encoder_decoder(
             pattern,
             vocab_size,

@@ -199,7 +199,7 @@ def lines_of(
 
 
 def table_of_alternatives(rows: list[Alternative]) -> str:
-    """A table of every exchange and sharding, the fastest first. The shards of a row are of nearly equal length."""
+    """A table of every exchange and sharding, the fastest first. Every sharding has shards of nearly equal length."""
     lines = []
     for row in rows:
         step = waits = ""
