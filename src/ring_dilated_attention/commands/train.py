@@ -331,7 +331,7 @@ def code_after_loss(arguments: Namespace) -> int:
     Under `rda train --ranks` this waits up to GRACE_SECONDS, so that the rank that failed ends first. If a rank leaves
     a code for the command meanwhile, that code is returned. Otherwise FAILED_EXIT_CODE is returned.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # let an elastic launcher's SIGTERM end this rank
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that the launcher's SIGTERM ends this rank
     deadline = time.monotonic() + GRACE_SECONDS
     while arguments.launched is not None and time.monotonic() < deadline:
         time.sleep(0.05)

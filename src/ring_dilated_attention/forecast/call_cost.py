@@ -25,9 +25,9 @@ from ..plan.step import Sizes
 from ..simulate.weighing import AttentionWeight, weigh_attention
 from .clock import Hardware, StepTime, model_step
 
-MOST_TIMED = 64  # the most ranks of a call whose time is modelled
+MOST_TIMED = 64  # the time of a call is modelled up to this number of ranks
 DOZEN = 12
-FLOPS_PER_PAIR = 7 * 2  # per head dim: 2 matrix products forward, 5 backward, each 2 FLOPs
+FLOPS_PER_PAIR = 7 * 2  # 7 matrix products (2 forward, 5 backward), each 2 FLOPs per head dim
 
 
 class PlannedCall(NamedTuple):

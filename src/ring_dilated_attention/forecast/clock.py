@@ -278,8 +278,8 @@ class Network:
         return sends, receives
 
     def _carry(self, sender: int, receiver: int) -> None:
-        """Compute when a message arrives, and remove it from both queues. It must be the first in the queues of its
-        sender and its receiver."""
+        """Compute when a message arrives that is the first in the queues of its sender and its receiver. Remove it from
+        both queues."""
         sent = self.leaving[sender].popleft()
         received = self.coming[receiver].popleft()
         assert sent.num_bytes == received.num_bytes, (sender, sent, receiver, received)

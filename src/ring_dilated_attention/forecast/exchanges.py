@@ -8,8 +8,8 @@ from .call_cost import Exchange, Figures, PlannedCall, forecast
 from .clock import Hardware, time_text
 
 WORTH_IT = 0.95  # another exchange is advised only if its step takes at most this share of the time
-# The largest documents * ranks**2 for which the sharding zigzag_documents is tried. This sharding takes long to plan,
-# because it makes a ring of all ranks for each document.
+# The sharding zigzag_documents is tried only if documents * ranks**2 is at most this. It takes long to plan, because it
+# makes a ring of all ranks for each document.
 MOST_DOCUMENT_WORK = 2**17
 
 
@@ -62,8 +62,8 @@ def alternatives(
 
 
 def _rank_of(row: Alternative) -> tuple[float, ...]:
-    """The key by which alternatives are sorted: first those with a time, by time, then those without, by balance. Of
-    equal alternatives, the one that sends least is first."""
+    """The key by which alternatives are sorted: first those with a time, beginning with the fastest, then those
+    without, beginning with the best balanced. Of equal alternatives, the one that sends least is first."""
     if row.figures.step is None:
         return (1, -row.figures.balance, row.figures.most_sent)
     return (0, row.figures.seconds, row.figures.most_sent)

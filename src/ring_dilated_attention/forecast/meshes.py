@@ -88,8 +88,8 @@ def ranked_meshes(
 
 
 def _rank_of(plan: MeshPlan) -> tuple[bool, float]:
-    """The key by which plans are sorted: first the plans that fit the memory, by speed, then all others, by the memory
-    that they need."""
+    """The key by which plans are sorted: first those that fit the memory, beginning with the fastest, then all others,
+    beginning with the one that needs least memory."""
     if plan.fits:
         return False, -plan.tokens_per_second
     return True, plan.memory.total

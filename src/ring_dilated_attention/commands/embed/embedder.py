@@ -22,7 +22,7 @@ def load(options: Namespace) -> LongNetViT:
     try:
         torch.ones(1, device=options.device).cpu()
         model.to(options.device)
-    except (RuntimeError, AssertionError) as error:  # torch raises either for a bad device
+    except (RuntimeError, AssertionError) as error:  # what torch raises for a bad device
         raise ValueError(
             f"--device {options.device} cannot be used: {first_line(error)}"
         ) from error
