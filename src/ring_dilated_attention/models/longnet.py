@@ -258,7 +258,7 @@ class LongNetLM(nn.Module):
         """Mean cross-entropy, in nats, of predicting every token but the first of each sequence or packed document.
 
         Under `parallel` a position's label may be a token of another rank, and every rank returns the mean over all
-        ranks. Average the gradients over the ranks, as DDP and FSDP2 do. The average is the gradient of this mean.
+        ranks. Averaged over the ranks, as DDP and FSDP2 do, what a backward computes is the gradient of that mean.
 
         DDP and FSDP2 hook `forward`, not this method: wrap the model in `NextTokenLoss` first.
 

@@ -132,8 +132,8 @@ class ContextParallel(NamedContext):
         already. (`shard_batch` also checks that all ranks hold the same sample.)
 
         Every rank gets the gradient of the whole tensor: all ranks' gradients of their rows, joined and divided by the
-        number of ranks. If the parameters' gradients are then averaged over the ranks, as DDP does, the averages are
-        the gradients of the ranks' mean loss.
+        number of ranks. Averaged over the ranks, what a backward computes is the gradient of the mean of the ranks'
+        losses.
 
         Raises:
             ValueError: on every rank, if shapes or documents differ.
@@ -211,9 +211,9 @@ class ContextParallel(NamedContext):
 
             loss = parallel.mean_loss(F.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum())
 
-        Ranks hold different numbers of terms, so the mean of the ranks' means would be wrong. A backward computes
-        gradients that still have to be averaged over the ranks, as DDP and FSDP2 do. The averages are the gradients of
-        this mean. Whatever you do to the result, do it on every rank: a factor on one rank alone would scale only that
+        Ranks hold different numbers of terms, so the mean of the ranks' means would be wrong. Averaged over the ranks,
+        as DDP and FSDP2 do, what a backward computes is the gradient of the mean of the ranks' losses, here of this
+        mean. Whatever you do to the result, do it on every rank: a factor on one rank alone would scale only that
         rank's terms.
 
         Args:

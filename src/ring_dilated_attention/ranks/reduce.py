@@ -94,7 +94,8 @@ class GlobalMean(torch.autograd.Function):
     forward, on every rank:  L = (s_0 + ... + s_{p-1}) / n, and 0 if n = 0
     backward, on rank k:     ds_k = dL * p / n, and 0 if n = 0
 
-    The factor p is there because gradients of parameters are later averaged over the ranks, which divides by p.
+    Averaged over the ranks, what a backward computes is the gradient of the mean of the ranks' losses. (The average
+    divides by p, hence the factor p.)
     """
 
     @staticmethod
@@ -115,8 +116,7 @@ class GlobalMean(torch.autograd.Function):
 class SumOverRanks(torch.autograd.Function):
     """Forward: every rank gets the sum of all ranks' tensors. Backward: every rank gets the sum of all gradients.
 
-    If the parameters' gradients are then averaged over the ranks, the averages are the gradients of the ranks' mean
-    loss.
+    Averaged over the ranks, what a backward computes is the gradient of the mean of the ranks' losses.
     """
 
     @staticmethod

@@ -43,8 +43,8 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     `parallel.unshard` joins the rows of all ranks, for a loss of your own too. With labels no logits are returned: they
     are computed for some rows at a time, and again in backward.
 
-    Gradients: average them over the ranks, as DDP, FSDP2 and DeepSpeed do. The average is the gradient of the mean of
-    the ranks' losses. To a trainer ranks look like replicas.
+    Gradients: averaged over the ranks, as DDP, FSDP2 and DeepSpeed do, what a backward computes is the gradient of the
+    mean of the ranks' losses. To a trainer ranks look like replicas.
 
     A model without a pattern in its config keeps the attention that it was trained with: each layer's window and sinks.
 
