@@ -32,7 +32,7 @@ class ShardSequence(ParallelStyle):
 
     All modules that a style shards over one mesh share one ContextParallel, `style.contexts[mesh]`.
 
-    Average the gradients over the ranks, as DDP and FSDP2 do. The average is the gradient of the mean of the ranks'
+    Averaged over the ranks, as DDP and FSDP2 do, what a backward computes is the gradient of the mean of the ranks'
     losses.
 
     Args:
