@@ -194,7 +194,7 @@ def rank_alone_errs(rank, world_size):
         (partial(context.mean_loss, loss), 3, None, "local_count must be one number"),
         (context.shard_batch, tokens, {"x": x.to_sparse()}, "must be a dense tensor"),
         (context.shard_batch, tokens, {"x": x.to("meta")}, "must be a dense tensor"),
-        (context.shard_batch, tokens, {"\udc80": x, "y": x[:, :3]}, "one number of positions"),
+        (context.shard_batch, tokens, {"\udc80": x, "y": x[:, :3]}, "the same number of positions"),
         (partial(layer, x, x), x, x.bfloat16(), "dtype"),
         (lambda mask: layer(x, x, x, mask), None, labels > 0, "a padded batch cannot be sharded"),
         (lambda mask: layer(x, x, x, mask), None, [True], "key_padding_mask must be a tensor"),
