@@ -49,17 +49,17 @@ def test_a_run_is_a_model(folder):
     assert model.loss(tokens_of(TEXT[-96:])).item() < 0.8 * math.log(256)  # it learnt something
 
 
-def example(name, folder):
-    """A page's block, as it is written, with a folder that exists."""
+def names_of(example, folder):
+    """Runs a page's block, as it is written, with a folder that exists."""
     names = {}
-    exec(block("docs/generation.md", name).replace("runs/20250131-120000", str(folder)), names)
+    exec(example.replace("runs/20250131-120000", str(folder)), names)
     return names
 
 
 def test_the_pages_examples(folder, capsys):
-    example("of a run", folder)
+    names_of(block("docs/generation.md", "of a run"), folder)
     assert len(capsys.readouterr().out) == 3 * 200
-    names = example("another pattern", folder)
+    names = names_of(block("docs/generation.md", "another pattern"), folder)
     model, other = names["model"], names["other"]
     assert other.config.segment_lengths == (128, 4096)
     for x, y in zip(model.parameters(), other.parameters(), strict=True):

@@ -244,7 +244,7 @@ SIX_HEADS = {"num_heads": 6, "pattern": DilatedPattern((8,), (2,))}
         (
             {**SIX_HEADS, "heads_held": range(4, 8)},
             {},
-            "not a range of consecutive heads within range(6)",
+            r"not a range of consecutive heads within range\(6\)",
         ),
         ({**SIX_HEADS, "heads_held": 3}, {}, "heads_held=3 and num_heads=6: give both or none"),
         (

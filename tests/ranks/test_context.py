@@ -296,7 +296,7 @@ def rank_shards_batches(rank, world_size, sharding):
     assert "ranks disagree on shapes of the batch" in message_of(lambda: cp.shard_batch(longer))
     bad = {"tokens": torch.zeros(2, 11), "labels": torch.zeros(2, 10)}
     message = message_of(lambda: cp.shard_batch(batch if is_last else bad))
-    assert "one number of positions, but tokens has 11, labels has 10" in message
+    assert "the same number of positions, but tokens has 11, labels has 10" in message
     assert "a label of each recording, needs no cutting: leave it out" in message
 
 
