@@ -32,8 +32,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two for each core: half of the time tests wait, for clocks and for other processes."""
-    return 2 * (
+    """One more than there are cores: tests of faults wait for clocks, and leave theirs to others."""
+    return 1 + (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
 
