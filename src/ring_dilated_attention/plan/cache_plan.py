@@ -1,10 +1,10 @@
-"""What a cache keeps: the rows that the current or a later query can still see, and where they lie. No torch.
+"""Which key and value rows a cache keeps for later queries, and where these rows lie in memory. No torch.
 
-In a branch (w, r) a query at position t sees rows of its own segment only. So after t positions the cache keeps the
-rows from the start of segment t // w on, and drops those of earlier segments.
+In a branch (w, r) a query at position t attends to rows of its own segment only. So after t positions the cache keeps
+the rows from the start of segment t // w on, and drops the rows of earlier segments.
 
-A *rolling buffer* holds the rows of one phase. These rows have numbers 0, 1, ... through all segments. Row c is in slot
-c mod capacity, so that a new row overwrites the oldest one. An example, with a capacity of 4:
+A *rolling buffer* holds the rows of one phase. The rows of a phase are numbered 0, 1, ... through all segments. Row c
+is in slot c mod capacity, so a new row overwrites the oldest row. An example, with a capacity of 4:
 
     w = 8, r = 2, phase 1     position     8  9 10 11 12 13 14 15 | 16 17
                               row number      4     5     6    7  |     8
@@ -32,7 +32,7 @@ from .sight import mask_between
 class Buffers(NamedTuple):
     """The rolling buffers of one branch and phase, one for each key/value head.
 
-    Equally many query heads share each key/value head.
+    Each key/value head is shared by the same number of query heads.
     """
 
     number: int  # the number of the branch
@@ -63,9 +63,9 @@ class Buffers(NamedTuple):
         return segment * self.segment_length + self.phase + row * self.rate
 
     def seen(self, position: int) -> range:
-        """The numbers of the earlier rows that a query at a position sees.
+        """The numbers of the earlier rows to which a query at `position` attends.
 
-        The position must have the phase of these buffers.
+        `position` must have the phase of these buffers.
         """
         if self.is_window:
             return range(max(position - self.branch.window_reach(is_causal=True), 0), position)
@@ -121,8 +121,8 @@ class CachePlan:
     def kept(self, buffers: Buffers, position: int, floor: int = 0) -> range:
         """The numbers of the rows that a buffer keeps once the sequence has `position` positions.
 
-        These are the rows that the next query sees. `crop` may remove up to `keep` positions, as long as `floor`
-        positions are left. So the rows that the next query would see after such a crop are kept too.
+        These are the rows to which the next query attends. `crop` may remove up to `keep` positions, as long as `floor`
+        positions remain. So a buffer also keeps the rows to which the next query would attend after that crop.
         """
         return range(buffers.seen(max(position - self.keep, floor)).start, buffers.before(position))
 
@@ -130,12 +130,12 @@ class CachePlan:
         """The shortest length to which `crop` can shorten a sequence of `position` positions.
 
         In each branch `position` lies in a segment. `crop` can shorten the sequence to the latest start of these
-        segments, because all rows since then are kept. It can also remove the last `keep` positions.
+        segments, because all rows from this start on are kept. It can also remove the last `keep` positions.
 
         A window has no segments. It adds no limit while `position - keep` is below the window's length, because all
-        rows since position 0 are still there. From then on the limit is `position - keep`.
+        rows from position 0 on are still kept. For a longer sequence the limit is `position - keep`.
         """
-        # The default is for a pattern without segments, whose `lengths` is empty.
+        # The default 0 is for a pattern without segments: `lengths` is then empty.
         youngest = max((position - position % length for length in self.lengths), default=0)
         if self.pattern.window is not None and position - self.keep >= self.pattern.window:
             youngest = position
@@ -144,7 +144,7 @@ class CachePlan:
     def kept_of(self, shard: Shard, position: int) -> Iterator[tuple[Buffers, range, Span]]:
         """For each buffer and each span of a shard: the numbers of the buffer's kept rows that lie in the span.
 
-        Pairs without such rows are left out. position: the number of positions of the sequence.
+        (buffer, span) pairs without such rows are left out. position: the number of positions of the sequence.
         """
         for buffers in self.buffers:
             kept = self.kept(buffers, position)
@@ -156,7 +156,7 @@ class CachePlan:
                     yield buffers, numbers, span
 
 
-# Set `typed`, because 1 == True: otherwise max_len=True would get the plan cached for max_len=1, and not a ValueError.
+# With `typed`, max_len=True raises ValueError. Otherwise it would get the plan cached for max_len=1, as True == 1.
 @lru_cache(maxsize=64, typed=True)
 def plan_cache(
     pattern: DilatedPattern,
@@ -179,7 +179,7 @@ def plan_cache(
         raise ValueError(
             f"keep={keep!r} must be an integer of at least 0: how many of the last positions `crop` can always remove."
         )
-    # Call `cache_rows` only for its ValueError, if the pattern is not causal or cannot run on these heads.
+    # Call `cache_rows` only to raise its ValueError if the pattern is not causal or cannot run on these heads.
     pattern.cache_rows(num_heads, num_kv_heads)
     all_buffers: list[Buffers] = []
     of_phase: dict[tuple[int, int], list[Buffers]] = {}
@@ -226,8 +226,8 @@ def plan_cache(
 def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
     """The plan for appending `num_new` rows at a position. A tile is a block of queries times keys.
 
-    `make_plan` makes the tiles of new queries times new keys. It is told that there are two ranks: rank 0 owns the
-    positions before, and rank 1 owns the new rows. This function adds the tiles of new queries times cached keys.
+    `make_plan` makes the tiles of new queries times new keys. It is called as if there were two ranks: rank 0 owns the
+    earlier positions, and rank 1 the new positions. This function then adds the tiles of new queries times cached keys.
     """
     # Borders of segments repeat after `period` positions, so the tiles of new rows depend only on position mod
     # `period`.
@@ -244,7 +244,10 @@ def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
 
 
 def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Tile]:
-    """The tiles of new queries times cached keys, in the segment that holds `position` or in the window."""
+    """Yield the tiles of new queries times the cached keys in `buffers`.
+
+    In a branch with segments, only new queries in the segment of `position` have cached keys.
+    """
     # In the pieces below, `start` and `stop` are not positions. They number the rows of the phase. `row` is the slot of
     # a cached row, or the index of a new row in the call.
     seen = buffers.seen(position)
@@ -266,20 +269,20 @@ def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Til
         queries = [Piece(seen.stop, seen.stop + num_queries, row)] if num_queries else []
 
     for query, key in product(queries, keys):
-        # In a segment every query sees every key, because all new rows come after all cached rows. In a window some
-        # cached rows are too far from some new rows.
+        # In a segment every new query attends to every cached key, because all new rows come later. In a window some
+        # cached keys are too far from some new queries.
         mask = mask_between(buffers.branch, query.start, key.start, is_causal=True)
         if mask is None:
             continue
         rows = Rows(buffers.query_heads, query.row, 0, buffers.rate, query.length)
-        # The buffer of each key/value head lies `capacity` rows after the buffer of the head before.
+        # The buffer of each key/value head lies `capacity` rows after the buffer of the previous head.
         heads = range(len(buffers.kv_heads))
         cached = Rows(heads, buffers.offset + key.row, buffers.capacity, 1, key.length)
         yield Tile(rows, cached, mask, first_query=False, first_key=False)
 
 
 def check_append(plan: CachePlan, positions: Sequence[int], counts: Sequence[int]) -> None:
-    """Raise ValueError if sequence i, of positions[i] positions, would exceed max_len with counts[i] more."""
+    """Raise ValueError if positions[i] + counts[i] positions of a sequence i would exceed max_len."""
     for row, (position, count) in enumerate(zip(positions, counts, strict=True)):
         if plan.max_len is not None and position + count > plan.max_len:
             raise ValueError(
@@ -294,7 +297,7 @@ def check_crop(
 ) -> None:
     """Raise ValueError if `crop` cannot remove the last counts[i] of the positions[i] positions of sequence i.
 
-    At least floors[i] positions must be left. With fewer, the next query would see rows that the cache has dropped.
+    At least floors[i] positions must remain. With fewer, the next query would need rows that the cache has dropped.
     """
     for row, (position, floor, count) in enumerate(zip(positions, floors, counts, strict=True)):
         if count < 0 or count > position:

@@ -1,15 +1,15 @@
 """What ranks compute and must receive, counted from the positions that they own. Pure integers, no torch.
 
-A phase s of rate r has B(x) = ceil((x - s) / r) rows before position x of a segment. Let a rank own the positions a to
-b - 1 of a segment of n positions, with a row of a head's phase among them. Then for this head the rank computes
+A phase s of rate r has B(x) = ceil((x - s) / r) rows before position x of a segment. Let a rank own positions a to
+b - 1 of a segment of n positions, with at least one row of the head's phase. Then for this head the rank computes
 
     causal          B(b) (B(b) + 1) / 2 - B(a) (B(a) + 1) / 2 (query, key) pairs
     not causal      (B(b) - B(a)) B(n) pairs
 
 and receives the key and value rows of this phase that other ranks own:
 
-    causal          those before the rank's own last row
-    not causal      all of them
+    causal          the rows before the rank's own last row
+    not causal      all of these rows
 
 B(x) of two phases differs by at most one row. At rate 4 and x = 6, phases 0 and 1 have two rows, and phases 2 and 3
 have one. So a sum over phases needs two numbers: how many phases there are, and how many of them have one row more.
@@ -38,7 +38,7 @@ Pieces = Sequence[tuple[int, int]]  # (start, stop), counted from the start of t
 class SegmentShare(NamedTuple):
     """How much a rank sends and receives for one segment of which it owns a part.
 
-    The rank's own rows of the segment are its chunks. It does not send them if no other rank has rows of the segment.
+    The rank's chunks are its own rows of the segment. They are not sent if no other rank has rows of the segment.
     """
 
     place: tuple[int, int]  # the branch, and the position at which the segment starts
@@ -50,7 +50,7 @@ class SegmentShare(NamedTuple):
 
 
 class Phases:
-    """Sums over the phases that the heads of a branch read. If three heads read phase 0, then 0 counts three times."""
+    """Sums over the phases that the heads of a branch read. A phase that three heads read counts three times."""
 
     def __init__(self, phases: Sequence[int], rate: int) -> None:
         self.phases = sorted(phases)
@@ -58,18 +58,18 @@ class Phases:
         self.num = len(phases)
 
     def rows(self, x: int) -> int:
-        """The sum over the phases of B(x), the number of rows before position x."""
+        """B(x) summed over the phases, where B(x) is the number of rows before position x."""
         rows, rest = divmod(x, self.rate)
         return self.num * rows + bisect_left(self.phases, rest)
 
     def triangles(self, x: int) -> int:
-        """The sum over the phases of B(x) (B(x) + 1) / 2."""
+        """B(x) (B(x) + 1) / 2 summed over the phases."""
         rows, rest = divmod(x, self.rate)
         of_all = self.num * (rows * (rows + 1) // 2)
         return of_all + bisect_left(self.phases, rest) * (rows + 1)
 
     def products(self, x: int, y: int) -> int:
-        """The sum over the phases of B(x) B(y)."""
+        """B(x) B(y) summed over the phases."""
         a, rest_a = divmod(x, self.rate)
         b, rest_b = divmod(y, self.rate)
         # B(x) is a + 1 for the first `more_a` of the sorted phases, and a for the other phases. B(y) is b + 1 for the
@@ -80,7 +80,7 @@ class Phases:
         return self.num * a * b + a * more_b + b * more_a + min(more_a, more_b)
 
     def pairs(self, pieces: Pieces, length: int, *, is_causal: bool) -> int:
-        """(query, key) pairs of the queries in some pieces of a segment. length: the length of the segment."""
+        """The number of (query, key) pairs for the queries in `pieces` of a segment. length: the segment's length."""
         total = 0
         for start, stop in pieces:
             if is_causal:
@@ -90,8 +90,10 @@ class Phases:
         return total
 
     def pairs_within(self, branch: Branch, length: int, *, is_causal: bool) -> int:
-        """(query, key) pairs among `length` positions that a rank owns: whole segments, or a part of a document in
-        which a window slides."""
+        """The number of (query, key) pairs among `length` consecutive positions of a rank.
+
+        The positions are whole segments. For a window they are a part of one document.
+        """
         total = 0
         for meeting in meetings(branch, length, is_causal=is_causal):
             size = len(meeting.queries)
@@ -106,19 +108,20 @@ class Phases:
     def own_and_foreign(
         self, pieces: Pieces, length: int, *, is_causal: bool
     ) -> tuple[list[int], int]:
-        """For a rank that owns these pieces of a segment: its number of rows in each piece, and the number of rows of
-        other ranks that its queries need. Both numbers are summed over the phases."""
+        """Count a rank's own rows in each of its pieces of a segment, and the rows that it needs from other ranks.
+
+        Both are summed over the phases.
+        """
         rows = [self.rows(stop) - self.rows(start) for start, stop in pieces]
         first, end = pieces[0]
-        # Use a short formula for a single piece at least as long as the rate, because such a piece has a row of every
-        # phase.
+        # Use a short formula for a single piece that is at least as long as the rate: it has a row of every phase.
         if len(pieces) == 1 and end - first >= self.rate:
             return rows, self.rows(first) if is_causal else self.rows(length) - rows[0]
 
         foreign = 0
         for num_phases, phase in self._alike(chain((length,), *pieces)):
-            # `num_own`: how many rows of the phase this rank owns. `last`: how many rows of the phase all ranks own
-            # before the end of this rank's last piece with a row of the phase.
+            # `num_own`: how many rows of the phase this rank owns. `last`: how many rows of the phase, on any rank,
+            # come before the end of this rank's last piece that has such a row.
             num_own = 0
             last = 0
             for start, stop in pieces:
@@ -133,8 +136,10 @@ class Phases:
         return rows, foreign
 
     def _alike(self, positions: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """Group the phases: two phases of a group have equally many rows before each of these positions. Yields for
-        each group the number of its phases, and one of them."""
+        """Group the phases that have the same number of rows before each of `positions`.
+
+        Yields (number of phases in the group, one of these phases) for each group.
+        """
         marks = {0, self.num, *(bisect_left(self.phases, x % self.rate) for x in positions)}
         for lo, hi in pairwise(sorted(marks)):
             yield hi - lo, self.phases[lo]
@@ -194,7 +199,7 @@ class Counter:
                 own, foreign = self.keys[number].own_and_foreign(
                     pieces, length, is_causal=is_causal
                 )
-                # If causal, count each piece as a chunk by itself, because other ranks need the pieces at different
+                # If causal, count each piece as a separate chunk, because other ranks need the pieces at different
                 # hops.
                 rows = tuple([2 * x for x in own]) if is_causal else (2 * sum(own),)
                 if any(rows):
@@ -217,7 +222,7 @@ class Counter:
 
 
 class Segment(NamedTuple):
-    """What all ranks together hold and receive of one segment, or of some rows that a window sees on other ranks.
+    """The counts of one segment over all ranks. For a window: of some rows that one rank sends.
 
     Sizes are in units of B * D elements.
     """

@@ -26,11 +26,11 @@ class Dealing(NamedTuple):
 
 
 def deal(shards: Sequence[Shard], place: int) -> tuple[Dealing, Shard]:
-    """How a rank exchanges heads for positions within its group, and one shard with all positions of the group.
+    """How a rank exchanges heads for positions within its group, and a shard with all positions of the group.
 
     shards: the shards of the group's ranks. place: the rank's number in the group.
     """
-    # `spans`: each span, the place of its owner in the group, and the owner's local row at which the span begins.
+    # `spans`: (span, its owner's place in the group, the owner's local row at which the span begins).
     spans: list[tuple[Span, int, int]] = []
     for owner, shard in enumerate(shards):
         for span, row in zip(shard, first_rows(shard), strict=False):

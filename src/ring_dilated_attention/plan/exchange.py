@@ -90,9 +90,9 @@ def dealers(exchange: str, job: Job, inner: int) -> int:
 def dealt(job: Job, size: int, place: int) -> tuple[Job, list[Dealing]]:
     """Plan how groups of `size` neighbouring ranks deal heads. ValueError if heads cannot be dealt.
 
-    The ranks at the same place of their groups get the same heads. Together these ranks have all positions, so they
-    have one job on these heads, with one shard for each group. Returns the job of the ranks at `place`, and for each
-    group how its rank at `place` deals heads.
+    Ranks at the same place in their groups get the same heads, and together they have all positions. So these ranks run
+    one job on these heads, in which each shard has the positions of one group. Returns the job of the ranks at `place`,
+    and a list with the Dealing of each group's rank at `place`.
     """
     check_dealing(job.num_kv_held, size)
     share = len(job.held_heads) // size
@@ -115,8 +115,8 @@ class Choice(NamedTuple):
 def choose_exchange(job: Job, sizes: Sizes) -> Choice:
     """Choose the exchange for a forward, with the reason as text.
 
-    The choice weighs bytes, memory, hops and kernel calls. Kernel calls count because all_to_all may send fewer bytes
-    than the ring but make many small calls, which can cost more time than is saved.
+    The choice weighs bytes, memory, hops and kernel calls. Kernel calls matter: all_to_all may send fewer bytes than
+    the ring, but its many small calls may then cost more time than the sending saves.
     """
     counted = count_ranks(Counter(job))
     unit = sizes.unit * sizes.itemsize
@@ -147,8 +147,8 @@ def choose_exchange(job: Job, sizes: Sizes) -> Choice:
             "ring",
             f"{ring}; {num_kv_held} key/value heads cannot be dealt to {job.num_ranks} ranks",
         )
-    # Take the larger of two numbers, because the bytes that a rank sends to deal heads are linear in its number of
-    # positions: so the rank with the most positions or the rank with the fewest positions sends the most.
+    # The bytes that a rank sends to deal heads are linear in its number of positions. So the rank with the most or with
+    # the fewest positions sends the most bytes. Take the larger number.
     heads = (len(job.held_heads), num_kv_held)
     by_longest = dealt_bytes(lengths, lengths.index(max(lengths)), heads, sizes, backward=False)
     by_shortest = dealt_bytes(lengths, lengths.index(min(lengths)), heads, sizes, backward=False)

@@ -7,7 +7,7 @@ from .sharding import Shard, shard_length
 
 
 class Job(NamedTuple):
-    """The facts of a call that are the same on every rank. They and the rank's number determine a rank's plan."""
+    """The facts of a call that are the same on every rank. With a rank's number they determine its plan."""
 
     pattern: DilatedPattern
     shards: tuple[Shard, ...]  # the shard of every rank (`sharding.make_shards`)
@@ -40,13 +40,13 @@ class Job(NamedTuple):
 
 
 def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> range:
-    """The layer's query heads that the caller's tensors hold (tensor parallelism): heads_held, or by default all.
+    """Which query heads of the layer the caller's tensors hold (tensor parallelism): heads_held, or all if it is None.
 
     num_held: the number of query heads in the tensors. ratio: how many query heads share a key/value head.
 
     Raises:
-        ValueError: unless heads_held is a range of num_held consecutive heads within range(num_heads). If query heads
-            share a key/value head, the range must contain all of them or none.
+        ValueError: unless heads_held is a range of num_held consecutive heads within range(num_heads). Query heads
+            that share a key/value head must all be in the range, or all outside it.
     """
     if heads_held is None and num_heads is None:
         return range(num_held)
