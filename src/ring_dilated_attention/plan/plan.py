@@ -1,12 +1,12 @@
 """The types of a plan: one rank's tiles, messages and hops. Pure integers, no torch; `planner.py` makes plans.
 
-A *tile* is one call of a kernel: some query rows times some key rows. Both are strided views. A segment inside one span
-of a shard is local: its tile has the same rows on both sides.
+A *tile* is one call of a kernel: some query rows times some key rows. Both are strided views. If a segment lies inside
+one span of a shard, it is local: the queries and the keys of its tile are the same rows.
 
 A segment that straddles shards has a *ring*: the ranks that share it, in order. A rank's number in this order is its
-*place*. Each rank packs its key and value rows that the dilation selects, its *chunk*, into a flat buffer. The chunks
-travel along the ring. At hop 1 a rank gets the chunk of the rank one place before it, at hop 2 the chunk of the rank
-two places before it, and so on. But it gets a chunk only if it needs the chunk's rows.
+*place*. Each rank packs the key and value rows that the dilation selects into a flat buffer. These rows are its
+*chunk*. The chunks travel along the ring. At hop 1 a rank gets the chunk of the rank one place before it, at hop 2 the
+chunk of the rank two places before it, and so on. But it gets a chunk only if it needs the chunk's rows.
 
 Sizes and offsets of buffers are in units of B * D elements, so that a plan holds for any batch and head dim.
 """
@@ -49,9 +49,9 @@ class Tile(NamedTuple):
     def split(self, max_rows: int, fewest_heads: int) -> Iterator["Tile"]:
         """Split the tile into smaller tiles, along segments and heads.
 
-        Each has at most max_rows query rows and at most max_rows key rows, summed over its heads and segments. It may
-        have more if it would otherwise have fewer than `fewest_heads` key/value heads (a head of n segments counts n
-        times). Query heads that share a key/value head stay together.
+        Each smaller tile has at most max_rows query rows and max_rows key rows, summed over its heads and segments. It
+        may exceed this to have `fewest_heads` key/value heads (a head of n segments counts n times). Query heads that
+        share a key/value head stay together.
         """
         query = self.query
         key = self.key
@@ -105,11 +105,10 @@ class Hop(NamedTuple):
     sends: tuple[Message, ...] = ()  # chunks
     receives: tuple[Message, ...] = ()  # chunks
     tiles: tuple[Tile, ...] = ()  # this rank's queries times received chunks
-    # Received chunks whose gradients start at this rank, from zero.
+    # Received chunks for which this rank starts the gradient, from zero.
     grad_starts: tuple[Message, ...] = ()
     grad_sends: tuple[Message, ...] = ()  # gradients of received chunks
-    # Two kinds of gradients: unfinished ones, of chunks that arrive at the next hop, and finished ones, of this rank's
-    # own chunks.
+    # Unfinished gradients of the chunks that arrive at the next hop, and finished gradients of this rank's own chunks.
     grad_receives: tuple[Message, ...] = ()
     # This rank's chunks that another rank (`Message.peer`) needs at this hop. Only `gathered` uses this field.
     targets: tuple[Message, ...] = ()
@@ -174,11 +173,11 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def gathered(plan: Plan) -> Plan:
-    """The plan of the same work in a single hop (all_gather).
+    """Make a plan that does the work of `plan` in a single hop (all_gather).
 
-    The owner of a chunk sends it to all ranks that need it, and each of them sends a gradient of it back. All ranks
-    together send as many bytes as in a ring. A rank waits once, where in a ring of g ranks it waits up to g - 1 times.
-    But it holds all chunks that it needs, and their gradients, at the same time.
+    The owner of a chunk sends it to all ranks that need it, and each of these ranks sends back a gradient of the chunk.
+    All ranks together send as many bytes as in a ring. A rank waits only once. (In a ring of g ranks it
+    waits up to g - 1 times.) But it holds all chunks that it needs, and their gradients, at the same time.
 
     In the buffer, chunks are sorted by owner. Chunks of the same owner keep the order of the hops.
     """
@@ -192,8 +191,7 @@ def gathered(plan: Plan) -> Plan:
     # Give each received chunk its own offset in the buffer, because the buffer holds all chunks at the same time.
     chunks: list[Message] = []
     received_size = 0
-    # `moved`: for each hop of the ring, the messages that it receives, each with the message's new offset in the
-    # buffer.
+    # `moved`: for each hop of the ring, (received message, its new offset in the buffer).
     moved: list[list[tuple[Message, int]]] = [[] for _ in plan.hops]
     for message, s in received:
         chunks.append(Message(message.owner, received_size, message.size, message.owner))
@@ -207,7 +205,7 @@ def gathered(plan: Plan) -> Plan:
         gradients.append(target._replace(offset=home_size, is_gradient=True))
         home_size += target.size
 
-    # Move the keys of tiles to the new offsets. A tile's keys belong to the chunk whose old slice contains their block.
+    # Point the keys of tiles to the new offsets. A tile's keys are a block inside the old slice of one chunk.
     tiles: list[Tile] = []
     for hop, moved_chunks in zip(plan.hops, moved, strict=True):
         for tile in hop.tiles:

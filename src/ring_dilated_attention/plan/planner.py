@@ -57,7 +57,7 @@ def make_plan(job: Job, rank: int) -> Plan:
 
 
 class _Planner:
-    """Makes the parts of a rank's plan. It keeps what is the same in the plans of all ranks."""
+    """Makes the parts of every rank's plan, and caches what the plans of several ranks have in common."""
 
     def __init__(self, job: Job) -> None:
         self.pattern = job.pattern
@@ -74,8 +74,7 @@ class _Planner:
         # cached, because all ranks of a ring ask for the same rings
         self.rings_of = cache(RingMaker(job, self.index, self.groups).rings)
         self.window = window_of(job, self.index)
-        # Cached, because in many chunks the rows lie at the same offsets, and then the tiles with these chunks are
-        # equal.
+        # Cached, because tiles with two chunks are equal if the chunks have their rows at the same offsets.
         self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)
 
     def covers(self) -> tuple[bool, bool]:
@@ -113,11 +112,11 @@ class _Planner:
                     tiles += self.section_tiles(number, piece)
                 elif segment in own_pieces:
                     rings[number, segment.start] = self.rings_of(number, *segment)
-                    # Take the segment out of `own_pieces`, so that the segment is done only once even if the rank has
-                    # two pieces of it.
+                    # Pop the segment from `own_pieces`: it must be handled only once, even if the rank has two pieces
+                    # of it.
                     pieces = sorted(own_pieces.pop(segment))
-                    # First the pairs of a piece with itself, because their results may be written. The results of
-                    # other pairs are added.
+                    # Pairs of a piece with itself come first, because their results may be written. Results of pairs of
+                    # two different pieces are added.
                     pairs = sorted(product(pieces, pieces), key=lambda pair: pair[0] != pair[1])
                     for query, key in pairs:
                         mask = self.mask(number, query, key)
@@ -166,7 +165,7 @@ class _Planner:
         """The tiles of own queries times own keys under a mask, for all heads.
 
         number: the branch. origin: where the segment starts. again: (n, step) gives each tile n segments, each `step`
-        positions after the one before.
+        positions after the previous segment.
         """
         rate = self.pattern.branches[number].dilation_rate
 
@@ -225,7 +224,8 @@ class _Planner:
 
         tiles: list[Tile] = []
         for query_band, key_band in matches(query_bands, [entry.band]):
-            # The block may have more heads than the tile. `start` is the first head of the block that the tile reads.
+            # The block may have more heads than the tile. `start`: the index, in the block, of the first head that the
+            # tile reads.
             start = key_band.lo - entry.band.lo if key_band.group.phase_step else 0
             block = entry.block._replace(
                 offset=offset + entry.block.offset,
@@ -243,9 +243,9 @@ class _Planner:
     def blocks_of(self, tile: Tile, rank: int) -> Iterator[Tile]:
         """Cut a tile into blocks of heads, so that the kernel's result for a block takes little memory.
 
-        The result of a block is at most about a third as large as the rank's query. But a tile of 4 or more key/value
-        heads gives no block of fewer than 4, so that several threads of the kernel have work. If the first tile has all
-        rows, it stays whole, because its result becomes the accumulator.
+        The result of a block is at most about a third as large as the rank's query. But a block has at least 4
+        key/value heads (or the whole tile), so that several threads of the kernel have work. A first tile with all rows
+        of the rank stays whole, because its result becomes the accumulator.
         """
         # `local_size` and `size` count rows of one head: a position with 8 heads has 8 such rows.
         local_size = shard_length(self.shards[rank]) * self.num_heads
@@ -290,7 +290,7 @@ class _PlaceInRing:
     """What a rank does at its place of one ring, hop by hop.
 
     At hop s the chunk of place c is *due* at place c + s: the rank there receives the chunk if it needs the chunk's
-    rows (`rings.py`). The ring's chunks lie in the buffers from `offset` on. last: the last hop of all rings of the
+    rows (`rings.py`). The ring's chunks lie in the buffers from `offset` on. last: the last hop over all rings of the
     rank.
     """
 
@@ -301,9 +301,9 @@ class _PlaceInRing:
         self.offset = offset
         self.place = ring.place_of(rank)
 
-        # Entry s of each list (0 to last + 1) says whether a chunk is needed at hop s, by the rank at which it is due
-        # then. `own`: this rank's chunk. `here`, `after` and `before`: the chunk that is due at this place, at the next
-        # place and at the previous place.
+        # Entry s of each list (0 to last + 1) says whether the rank at which a chunk is due at hop s needs that chunk.
+        # `own`: this rank's chunk. `here`, `after` and `before`: the chunk that is due at this place, at the next place
+        # and at the previous place.
         self.own = [ring.meets(self.place, s) for s in range(last + 2)]
         self.here = self._needed_at(self.place, last)
         self.after = self._needed_at(self.place + 1, last)
@@ -387,7 +387,7 @@ class _PlaceInRing:
 
 
 def offsets_of(rings: Sequence[Ring]) -> list[int]:
-    """The offset of each ring's chunks in a rank's buffer, and last the size of the buffer.
+    """Return the offset of each ring's chunks in a rank's buffer, followed by the size of the buffer.
 
     Each ring has room for its largest chunk.
     """

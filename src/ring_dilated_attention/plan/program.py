@@ -11,10 +11,10 @@ along a ring of ranks, one *hop* at a time. An *accumulator* is out, lse, dq, dk
 
 A rank holds two buffers of chunks, BUFFERS. In this file hops count from 0. Hop 0 sends from BUFFERS[0] and receives
 into BUFFERS[1], hop 1 the other way round, and so on. Backward has two more buffers, GRADIENTS, for the gradients of
-chunks. A rank keeps nothing else that it receives, except the heads that are dealt to it.
+chunks. All that a rank receives goes into these buffers, except the heads that are dealt to it.
 
 A kernel may *keep* its results: it writes the results of many tiles first, and then gathers them into the accumulator
-in one pass over its rows. Otherwise each result is merged or added as soon as it is computed.
+in one pass over the accumulator's rows. Otherwise each result is merged or added as soon as it is computed.
 """
 
 from bisect import bisect_left
@@ -64,7 +64,7 @@ class Program(tuple[Step, ...]):
 
 
 def program_of(plan: Plan, stage: str, facts: CallFacts) -> Program:
-    """As `make_program`, but cached: the next call with the same plan and facts gets the same program."""
+    """Make a program, or take it from a cache if it has been made before. Large programs are not cached."""
     if plan.num_tiles * facts.batch > MOST_KEPT_TILES:
         return make_program(plan, stage, facts)
     return _kept(plan, stage, facts)
@@ -95,7 +95,7 @@ _kept = lru_cache(maxsize=64)(make_program)
 
 
 class _Maker:
-    """Lists the steps of a stage. Its attributes remember which accumulators and messages there are so far."""
+    """Makes the list of steps of a stage. Attributes record which accumulators and messages exist so far."""
 
     def __init__(self, plan: Plan, stage: str, facts: CallFacts) -> None:
         self.plan = plan
@@ -141,8 +141,8 @@ class _Maker:
     def backward(self) -> None:
         """List the steps that compute dq, dk and dv of this rank's rows.
 
-        `out` and `lse` from forward cover all keys. So each tile has its final weights p = exp(score - lse), and the
-        gradients of tiles are only added up.
+        `out` and `lse` from forward cover all keys. So the weights p = exp(score - lse) of each tile are final, and the
+        gradients of tiles only need to be added.
 
         The chunks travel again, and their gradients follow one hop behind (`rings.py`). When the gradient of a chunk
         returns to the chunk's owner, the owner adds it to the gradients from its own queries.
@@ -170,8 +170,7 @@ class _Maker:
             if s + 1 == len(plan.hops):
                 self.put(steps.Free((arrived,)))
 
-            # Wait until the gradients of the hop before have been sent from `other`, so that `other` may be
-            # overwritten.
+            # Wait until the previous hop's gradients have been sent from `other`, so that `other` may be overwritten.
             self.put(*leaving)
             if s == 0:
                 self.put(steps.Take(other, plan.home_size, is_sum=True))
@@ -181,14 +180,14 @@ class _Maker:
         self.finish("dq", "dk", "dv")
 
     def own_tiles(self) -> list[tuple[Tile, str]]:
-        """The tiles of this rank's queries and keys. Each comes with where its keys are: OWN_CHUNKS or OWN_ROWS."""
+        """The tiles of own queries times own keys, each with the place from which keys are read (see `Tiles`)."""
         return [(tile, OWN_CHUNKS if tile.packed else OWN_ROWS) for tile in self.plan.local]
 
     def start_hop(self, s: int) -> None:
         """Start to send and to receive the chunks of hop s, from one buffer into the other.
 
-        Before hop 0 this rank's chunks are packed. If there is no hop s, all chunks have been sent, and the buffer from
-        which the last ones were sent is freed.
+        Before hop 0 this rank's chunks are packed. If there is no hop s, all chunks have been sent. Then the buffer
+        from which the last chunks were sent is freed.
         """
         plan = self.plan
         sent_from = BUFFERS[s % 2]
@@ -271,7 +270,7 @@ class _Maker:
         self.arriving = []
 
     def start(self, *names: str) -> None:
-        """Make those of the named accumulators that do not exist yet."""
+        """Make each named accumulator that does not exist yet."""
         for name in names:
             if name in self.started:
                 continue
@@ -316,7 +315,7 @@ class _Maker:
 
         names: the gradients that are added to this rank's accumulators. They are dq, dk and dv if the keys are this
         rank's own, and dq alone if the keys are a received chunk's. In the second case dk and dv are added one by one
-        to the buffer `sums`, which travels on.
+        to the buffer `sums`, which is sent on.
         """
         for kv_heads, block in self.head_blocks(tiles, names):
             if block and self.facts.kept_rows is not None:
@@ -356,8 +355,8 @@ class _Maker:
         If results are kept until they are gathered, a block is so small that about `kept_rows` rows are kept at a time.
         (But a block has at least one head.) Otherwise there is a single block.
 
-        If results are kept, this method also makes the accumulators. If there are no tiles, it yields a block without
-        calls the first time, so that the `Gather` step fills the accumulators with 0 (lse: -inf).
+        If results are kept, this method also makes the accumulators. If there are no tiles and nothing has been
+        gathered, it yields a block without calls: the `Gather` step then fills the accumulators with 0 (lse: -inf).
         """
         num_heads = self.plan.num_kv_heads
         num_blocks = 1
@@ -405,7 +404,7 @@ class _Maker:
         return tile.of_heads(first // share, last // share)
 
     def calls(self, tile: Tile, keys: str) -> Iterator[tuple[Tile, int | None]]:
-        """The kernel's calls for a tile, each with its batch entry, or None for all entries at once.
+        """The kernel's calls for a tile, each with its batch entry. None: one call takes all batch entries.
 
         A large tile is split into several calls if its rows are copied, or if it has more rows than one call of the
         kernel's backward takes.
@@ -421,8 +420,8 @@ class _Maker:
 
         for call in calls:
             rows = call.query
-            # One call can take all batch entries if all segments are equally far apart in memory, also the last segment
-            # of an entry and the first segment of the next entry. This is so if the call's segments fill an entry.
+            # One call can take all batch entries if all segments are equally far apart in memory, including the last
+            # segment of an entry and the first of the next entry. They are if the call's segments fill an entry.
             fills = self.plan.num_rows == rows.segments * rows.segment_step
             if facts.batch == 1 or rows.segments == 1 or (facts.folds and fills):
                 yield call, None
@@ -431,7 +430,7 @@ class _Maker:
                     yield call, entry
 
     def calls_of_size(self, tile: Tile) -> Iterator[Tile]:
-        """The tile in calls of at most `CallFacts.most_rows` rows: split along segments and heads if it has more."""
+        """Split a tile along segments and heads into calls of at most `CallFacts.most_rows` query rows."""
         most_rows = self.facts.most_rows
         if most_rows is None or self.stage == "forward":
             yield tile

@@ -1,6 +1,7 @@
 """Find the rings of a segment that straddles shards: which ranks exchange rows of which heads. Pure integers, no torch.
 
-An example: a segment of 8 positions at rate 4. Rank 0 owns two positions, and rank 1 six. Head h of 4 reads phase h:
+An example: a segment of 8 positions at rate 4. Rank 0 owns two positions, and rank 1 six. There are 4 heads, and head h
+reads phase h:
 
     position    0  1 | 2  3  4  5  6  7
     head 0      x    |       x              rows on both ranks
@@ -46,7 +47,7 @@ class ShardIndex:
         return Piece(start, stop, self.first_row[span] + start - span.start)
 
     def pieces(self, start: int, stop: int) -> dict[int, list[Piece]]:
-        """Positions start..stop-1, cut where the owner or its span changes: the pieces of each rank, in order."""
+        """Cut positions start..stop-1 where the owner or its span changes. Returns each rank's pieces, in order."""
         pieces_of_ranks: dict[int, list[Piece]] = {}
         position = start
         while position < stop:
@@ -107,9 +108,9 @@ class RingMaker:
     ) -> Iterator[tuple[slice, tuple[Hops, ...]]]:
         """Decide which pieces of a rank travel together, in one chunk.
 
-        Usually all pieces of a rank do, and there is one ring. But in a causal pattern other ranks may need the pieces
-        of a rank at different hops. Then there is a ring for the first pieces of all ranks, one for the second pieces,
-        and so on.
+        Usually all pieces of a rank travel together, in a single ring. But in a causal pattern other ranks may need the
+        pieces of a rank at different hops. Then there are several rings: one for the first pieces of all ranks, one for
+        the second pieces, and so on.
 
         pieces: for each place of the ring, the pieces of the rank there. Yields (slice, needed) for each ring: which of
         a rank's pieces travel in it, and the ranges of hops at which the chunk of each place is needed.
@@ -134,12 +135,12 @@ class RingMaker:
     def members(
         self, branch: int, origin: int, stop: int
     ) -> Iterator[tuple[dict[int, list[Piece]], list[HeadGroup]]]:
-        """Group the heads of a segment. Within a group, the same ranks need the rows of every head.
+        """Group the heads of a segment, so that the rows of all heads in a group are needed by the same ranks.
 
         A rank that has rows of a phase needs all other rows of this phase. In a causal pattern it needs only the rows
         before its own last piece.
 
-        Yields for each group the pieces of each of these ranks, and the heads.
+        Yields for each group the pieces of each rank that has rows, and the heads.
         """
         rate = self.pattern.branches[branch].dilation_rate
         pieces_of_ranks = self.index.pieces(origin, stop)

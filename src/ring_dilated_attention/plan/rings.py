@@ -2,17 +2,18 @@
 
 A *ring* is the ranks that share a segment, in order. A rank's number in this order is its *place*. A *chunk* is one
 rank's key and value rows of the segment. At hop s the chunk of place c is *due* at place c + s (modulo the number of
-places). It is sent there only if the rank at that place needs it.
+places). The chunk is sent to a place only if the rank there needs it.
 
 So a chunk travels during *ranges* of hops. Say that a chunk is needed at hops 1, 2, 3 and 6. Its owner sends it at hop
 1, and the two ranks that get it pass it on at hops 2 and 3. At hop 6 the owner sends it again.
 
 If the pattern is causal and shards are contiguous, only later ranks need a chunk. So no chunk goes from the last place
-to the first: the ring is a line. Under zigzag each rank owns two pieces, an early and a late one. Only the lower ranks
-need the late piece. So its owner sends it straight to rank 0, at the hop at which the early piece is due there.
+to the first: the ring is a line. Under zigzag each rank owns two pieces, an early and a late one. Only ranks with a
+lower number than the owner need the late piece. So the owner sends it straight to rank 0, at the hop at which the early
+piece is due there.
 
-In backward the gradient of a chunk follows one hop behind. The gradient starts from zero at the first rank of each
-range, and the last rank of the range sends it to the owner.
+In backward the gradient of a chunk travels one hop behind the chunk. The gradient starts from zero at the first rank of
+each range, and the last rank of the range sends it to the owner.
 
 If a rank owns fewer positions of a segment than the dilation rate, it has no rows of some phases. Heads share a ring
 only if the same ranks have rows of their phases. So a rank has queries for every row that it receives.
@@ -57,7 +58,7 @@ Hops = tuple[tuple[int, int], ...]  # ranges of hops: (first, last)
 class Ring:
     """The ranks that share a segment (for some of its heads), in order, and the chunks that they send each other.
 
-    A sliding window has rings too. Such a ring is one rank and the ranks whose queries see some of its rows
+    A sliding window has rings too. Such a ring is one rank, and the ranks with queries that attend to some of its rows
     (`window_maker.py`).
     """
 
@@ -114,14 +115,14 @@ def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
     """
     num_places = len(starts)
     hops: list[list[Hops]] = [[()] * len(of_place) for of_place in starts]
-    # List every piece with its place and its index there. The loop below goes from the latest piece to the earliest,
-    # because the earlier a piece starts, the more places need it.
+    # List every piece as (start, place, its index among the pieces of that place). The loop below goes from the latest
+    # piece to the earliest, because the earlier a piece starts, the more places need it.
     pieces = [
         (start, place, i)
         for place, of_place in enumerate(starts)
         for i, start in enumerate(of_place)
     ]
-    # `waiting`: the places that need no piece seen so far in the loop, sorted by the start of their last piece.
+    # `waiting`: the places that need none of the pieces visited so far, sorted by the start of their last piece.
     waiting = sorted(range(num_places), key=lambda place: starts[place][-1])
     needed_by: list[tuple[int, int]] = []  # the ranges of places that need the current piece
     for start, place, i in sorted(pieces, reverse=True):
@@ -137,7 +138,7 @@ def all_hops(num_places: int) -> Hops:
 
 
 def _add_place(ranges: list[tuple[int, int]], place: int) -> None:
-    """Add a place to ascending ranges of places, (first, last). Ranges that then touch become one."""
+    """Add a place to ascending ranges of places, (first, last). Ranges that touch afterwards are joined."""
     i = bisect_left(ranges, (place, place))
     first = last = place
     if i < len(ranges) and ranges[i][0] == place + 1:
