@@ -26,7 +26,7 @@ class Tile(NamedTuple):
 
     query: Rows
     key: Rows | Block
-    mask: str  # which of the keys a query row sees (`sight.py`)
+    mask: str  # which of the tile's keys each query row attends to (`sight.py`)
     # If set, no earlier tile has results for these query rows, and this tile's results are written. If not, they are
     # added.
     first_query: bool

@@ -6,8 +6,8 @@ reads phase h:
     position    0  1 | 2  3  4  5  6  7
     head 0      x    |       x              rows on both ranks
     head 1         x |          x           rows on both ranks
-    head 2           | x           x        rows on rank 1 alone
-    head 3           |    x           x     rows on rank 1 alone
+    head 2           | x           x        rows on rank 1 only
+    head 3           |    x           x     rows on rank 1 only
 
 Heads 0 and 1 have a ring of both ranks. Heads 2 and 3 have no ring: none of their rows is sent.
 """

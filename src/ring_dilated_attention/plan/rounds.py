@@ -1,7 +1,7 @@
-"""The rounds of messages in which every rank learns what every other rank has to say (the dissemination algorithm).
+"""The rounds of messages by which every rank gets the data of every other rank (the dissemination algorithm).
 
-In round k = 0, 1, ... each rank passes all that it knows to the rank 2^k further on. Before round k it knows what 2^k
-ranks say, itself included. So a rank sends one message in each of ceil(log2 p) rounds:
+In round k = 0, 1, ... rank i of p sends all data that it has to rank (i + 2^k) mod p. Before round k it has the data of
+2^k ranks, itself included. So a rank sends one message in each of ceil(log2 p) rounds:
 
     ranks                               2   3   4   5   8
     messages that a rank sends          1   2   2   3   3

@@ -1,8 +1,8 @@
 """Where rows lie: the rows that heads read in a piece of a segment, as strided views. Pure integers, no torch.
 
-A shard is the positions that one rank owns, and a *span* is a run of consecutive positions of it. A *piece* is the part
-of a segment that lies in one span. One head reads every r-th row of a piece, where r is the dilation rate. A *band* is
-some neighbouring heads whose rows in a piece together form one strided view.
+A shard is the positions that one rank owns, and a *span* is a run of consecutive positions of a shard. A *piece* is the
+part of a segment that lies in one span. One head reads every r-th row of a piece, where r is the dilation rate. A
+*band* is a run of neighbouring heads. Its rows in a piece form one strided view.
 """
 
 from bisect import bisect_left, bisect_right
@@ -111,9 +111,9 @@ class Band(NamedTuple):
 
     @property
     def kv_heads(self) -> range:
-        """The key/value heads of the band. If the head group is a diagonal, each query head has its own.
+        """The key/value heads of the band. On a diagonal each query head has a key/value head of its own.
 
-        Otherwise the band has all heads of the group. (`pattern.HeadGroup` explains diagonals.)
+        In any other group the band has all key/value heads of the group. (`pattern.HeadGroup` explains diagonals.)
         """
         if self.group.phase_step:
             return self.group.kv_heads[self.lo : self.hi]
@@ -199,8 +199,8 @@ def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[
         if num_rows <= 0:
             continue
 
-        # Add the head to the band of the head before, if both have equally many rows and this head's first row is one
-        # position later.
+        # Add the head to the previous head's band, if both heads have equally many rows and this head's first row is
+        # one position later.
         last = bands[-1] if bands else None
         if last and (last.hi, last.num_rows, last.first + j - last.lo) == (j, num_rows, row):
             bands[-1] = last._replace(hi=j + 1)
@@ -214,11 +214,11 @@ def cut_apart(
 ) -> tuple[list[Piece], list[list[Piece]]]:
     """Cut pieces of a sliding window so that each piece of queries has a simple mask over each piece of keys.
 
-    After the cuts, all queries of a piece see all keys of the other piece, or none of them. Or both pieces are equally
-    long, and the mask is a triangle (`sight.mask_between`).
+    After the cuts, a piece of queries and a piece of keys are one of three cases. Every query attends to every key, or
+    no query attends to any key. Or both pieces are equally long, and the mask is a triangle (`sight.mask_between`).
 
-    queries: (piece, reach) pairs. Reach is the distance from a key to the last query that sees the key. For a piece
-    before the keys, reach is negative: minus the distance to the first query that sees the key.
+    queries: (piece, reach) pairs. Reach is the position of the last query that attends to a key, minus the key's
+    position. If the queries come before the keys, take the first query that attends to the key: reach is then negative.
 
     Returns the cut keys, and the cut pieces of each piece of queries.
     """
@@ -239,7 +239,7 @@ def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
 
 
 def matches(queries: Sequence[Band], keys: Sequence[Band]) -> Iterator[tuple[Band, Band]]:
-    """Yield each pair of a query band and a key band, cut to the heads that both have.
+    """Yield each pair of a query band and a key band, cut to the heads that both bands have.
 
     Pairs without a common head are left out. All bands are of the same head group.
     """
@@ -251,7 +251,7 @@ def matches(queries: Sequence[Band], keys: Sequence[Band]) -> Iterator[tuple[Ban
 
 
 def _few(entries: Sequence[object], between: str = " ") -> str:
-    """A list as text: up to four entries. Of a longer list, the first two, "..." and the last."""
+    """A list as text. A list of more than four entries becomes the first two, "..." and the last."""
     return between.join(
         map(str, entries if len(entries) <= 4 else [*entries[:2], "...", entries[-1]])
     )

@@ -5,7 +5,7 @@ A *shard* is the positions that one rank owns: a tuple of spans (start, stop), i
 
     contiguous          Each shard has one span.
     zigzag              The sequence is cut into 2p near-equal slices, and rank k owns slices k and 2p-1-k. In a causal
-                        pattern one of them sees few keys and the other many, so all ranks have about the same work.
+                        pattern slice k attends to few keys and slice 2p-1-k to many, so ranks have about equal work.
     zigzag_documents    Each packed document is cut as in zigzag. A shard has up to two spans of each document.
 """
 
@@ -47,7 +47,7 @@ def _zigzag_shards(lengths: Sequence[int], documents: Borders) -> tuple[Shard, .
     borders = accumulate(split_lengths(sum(lengths), 2 * num_shards), initial=0)
     slices = [Span(a, b) for a, b in pairwise(borders)]
 
-    # Keep two spans even for the last rank, whose slices are neighbours, because other ranks need the slices at
+    # The last rank's two slices are neighbours. Keep them as two spans, because other ranks need the slices at
     # different hops of a ring.
     pairs = [(slices[k], slices[-1 - k]) for k in range(num_shards)]
     return tuple(tuple(span for span in pair if span.start < span.stop) for pair in pairs)
@@ -96,8 +96,8 @@ def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
 def deal_documents(documents: Borders, seq_len: int, num_ranks: int) -> tuple[Shard, ...]:
     """The shard of every rank if each document is cut as in zigzag. ValueError without documents.
 
-    The slices of a document are not all equally long: some have one position more. Which ones depends on where the
-    document starts. So if there are many short documents, their positions are spread over all ranks.
+    The slices of a document are not all equally long: some have one position more. Where the document starts decides
+    which slices are longer. So the positions of many short documents are spread over all ranks.
     """
     if documents is None:
         raise ValueError(
@@ -264,7 +264,7 @@ def documents_of(borders: Borders, seq_len: int) -> Borders:
 
 
 def document_positions(shard: Shard, documents: Sequence[int]) -> list[range]:
-    """The position of each row of a shard within the row's own document, as ranges in the order of the rows.
+    """For each row of a shard, its position within its document. Returned as ranges, in the order of the rows.
 
     documents: the borders (0, ..., n).
     """

@@ -1,22 +1,22 @@
-"""Who sees whom in a branch, as queries times keys under a mask. Pure integers, no torch.
+"""Which queries attend to which keys in a branch, as ranges and masks. Pure integers, no torch.
 
-`Branch.in_reach` says whether a query at one position sees a key at another. This file says the same for *sections*,
-which are ranges of positions, in the form that kernels compute. It ignores the dilation: a head reads only every r-th
-position of a section (`rows.py`).
+`Branch.in_reach` says whether a query at one position attends to a key at another position. This file says so for
+*sections*, which are ranges of positions, in the form that kernels compute. It ignores the dilation: in `rows.py` a
+head reads only every r-th position of a section.
 
-A *mask* is one of three. With CAUSAL and FROM_END there are as many keys as queries. Query i sees
+There are three *masks*. With CAUSAL or FROM_END the number of keys equals the number of queries. Query i attends to
 
     FULL        all keys
     CAUSAL      keys 0..i
     FROM_END    keys i and later (a kernel reverses the rows and computes CAUSAL)
 
 In a segment the mask is FULL or CAUSAL. For a sliding window the positions are cut into blocks. A causal window of w
-positions has blocks of w positions. A query sees
+positions has blocks of w positions. A query attends to
 
     its own block       CAUSAL
     the block before    FROM_END: the first w - 1 queries of a block times the last w - 1 keys of the block before
 
-A window that is not causal has blocks of w // 2 positions. A query sees
+A window that is not causal has blocks of w // 2 positions. A query attends to
 
     its own block       FULL
     the block before    FROM_END
@@ -38,7 +38,7 @@ FROM_END = "causal from the end"
 class Meeting(NamedTuple):
     """A range of queries times a range of keys, under a mask.
 
-    The meeting stands for `number` such pairs of ranges, each `step` positions after the pair before.
+    It is repeated: there are `number` such pairs of ranges, each `step` positions after the previous pair.
     """
 
     queries: range
@@ -49,7 +49,7 @@ class Meeting(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """In how many (query, key) pairs the query sees the key, if a head reads every position.
+        """The number of (query, key) pairs in which the query attends to the key, if a head reads every position.
 
         The pairs of all `number` repetitions are counted.
         """
@@ -57,7 +57,7 @@ class Meeting(NamedTuple):
 
 
 def pairs_under(mask: str, num_queries: int, num_keys: int) -> int:
-    """In how many (query, key) pairs the query sees the key under a mask."""
+    """The number of (query, key) pairs in which the query attends to the key under a mask."""
     if mask == FULL:
         return num_queries * num_keys
     assert num_queries == num_keys
@@ -65,7 +65,7 @@ def pairs_under(mask: str, num_queries: int, num_keys: int) -> int:
 
 
 def meetings(branch: Branch, length: int, *, is_causal: bool) -> Iterator[Meeting]:
-    """Who sees whom among positions 0..length-1 of a branch, as meetings: queries times keys under a mask.
+    """Yield which queries attend to which keys among positions 0..length-1 of a branch, as meetings.
 
     A segment, or a block of a window, begins at position 0. First come the meetings of each segment or block with
     itself: each position is in exactly one of these. For a window, the meetings of neighbouring blocks come after them.
@@ -90,9 +90,9 @@ def block_length(branch: Branch, *, is_causal: bool) -> int:
 
 
 def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[Meeting]:
-    """What the queries of a window's block see in the blocks before and after.
+    """The keys in the previous and the next block to which the queries of a window's block attend.
 
-    size: the length of a block. reach: how many positions a query sees back (and forward, if not causal).
+    size: the length of a block. reach: how many positions back a query attends (and forward, if not causal).
     """
     if reach == 0:
         return
@@ -106,7 +106,7 @@ def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[
             yield Meeting(before, after, CAUSAL, number, size)
     border = (number + 1) * size
     # The last block may be short. Let it have m queries. For the m farthest of the `reach` keys before the block, the
-    # mask is a triangle. All m queries see all nearer keys.
+    # mask is a triangle. All m queries attend to all nearer keys.
     if border < length:
         before = range(border - reach, border)
         after = range(border, length)
@@ -119,10 +119,10 @@ def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[
 
 
 def mask_between(branch: Branch, query: int, key: int, *, is_causal: bool) -> str | None:
-    """The mask for a section of queries and a section of keys. None if no query sees a key.
+    """The mask for a section of queries and a section of keys. None if no query attends to any key.
 
-    query, key: where the sections begin. Both lie in the same segment or, for a window, in the same document. They are
-    the same section, or do not overlap. Sections of a window have been cut so that one mask is enough
+    query, key: where the sections begin. Both lie in the same segment or, for a window, in the same document. The two
+    sections are the same, or do not overlap. Sections of a window have been cut so that a pair has one mask
     (`rows.cut_apart`).
     """
     if not branch.is_window:
@@ -131,13 +131,13 @@ def mask_between(branch: Branch, query: int, key: int, *, is_causal: bool) -> st
         return FULL
     reach = branch.window_reach(is_causal=is_causal)
     if key < query:
-        last = key + reach  # the last query that sees the first key
+        last = key + reach  # the last query that attends to the first key
         if last == query:
             return FROM_END
         return FULL if last > query else None
     if is_causal:
         return None
-    first = key - reach  # the first query that sees the first key
+    first = key - reach  # the first query that attends to the first key
     if first == query:
         return CAUSAL
     return FULL if first < query else None

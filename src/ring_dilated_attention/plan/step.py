@@ -4,7 +4,7 @@ Steps name tensors: "query", "key", "value", "out", "lse", the gradients "dout",
 of chunks below, and the memory of a cache, "cached key" and "cached value" (B, rows, G, D). Sizes of buffers are in
 units of B * D elements.
 
-A *tile* is one kernel call: a block of queries times keys. Its *partial* is out and lse over the tile's keys alone. A
+A *tile* is one kernel call: a block of queries times keys. Its *partial* is out and lse over the tile's keys only. A
 *chunk* is the keys and values of one rank that travel to other ranks. An *accumulator* is out, lse, dq, dk or dv while
 tiles are merged or added into it.
 """
@@ -31,8 +31,8 @@ class Packing(NamedTuple):
     Inputs of 16 bits are always copied, to float32. So the results of a tile are float32 too and are not rounded. (In a
     tile with rows of a cache nothing is copied.)
 
-    Inputs of 32 or 64 bits are copied only in forward, and only where that is faster. The rows must lie at least
-    `distance` bytes apart. And each head of a segment must have at least num_bytes / itemsize query rows and key rows
+    Inputs of 32 or 64 bits are copied only in forward, and only if copying is faster: if the rows lie at least
+    `distance` bytes apart, and each head of a segment has at least num_bytes / itemsize query rows and as many key rows
     in the tile.
     """
 
@@ -44,11 +44,11 @@ class Packing(NamedTuple):
 
 
 class CallFacts(NamedTuple):
-    """The facts of a call on which its program depends, beside the plan."""
+    """The facts of a call that determine its program, together with the plan and the stage."""
 
     rounds_results: bool = False  # whether results of tiles have 16 bits, unlike accumulators
     batch: int = 1
-    # Whether each batch entry begins in memory where the entry before ends. If so, one kernel call can take the
+    # Whether each batch entry begins in memory where the previous entry ends. If so, one kernel call can take the
     # segments of all entries. If not, a tile of several segments takes a call for each entry.
     folds: bool = True
     # how ranks deal heads (exchange heads for positions) before and after the attention; None if heads are not dealt
@@ -139,12 +139,12 @@ class Post(NamedTuple):
     moment: str  # the text by which an error refers to this post
     sends: tuple[BufferSlice, ...]
     receives: tuple[BufferSlice, ...]
-    # whether the program waits for the sent messages at another time than for the received messages
+    # whether the program waits for sent messages and for received messages in separate steps
     is_apart: bool = False
 
 
 class Wait(NamedTuple):
-    """Wait until the messages of a post have been sent, have been received, or both. A second wait returns at once."""
+    """Wait until the messages of a post have been sent, have been received, or both. A second wait does nothing."""
 
     ticket: str
     sent: bool = True
@@ -158,7 +158,7 @@ class Zero(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Make an accumulator. The name "out" stands for out and lse.
+    """Make an accumulator. The name "out" means both out and lse.
 
     is_covered: whether every row is written before anything is added to it, so that no row must start as zero.
     is_result: whether the accumulator is written only once. If so, it has the dtype of the result.
@@ -218,7 +218,7 @@ class Add(NamedTuple):
 class Gather(NamedTuple):
     """Merge all kept partials, or add all kept gradients, in one pass over the rows of some heads.
 
-    names: the accumulators; "out" stands for out and lse. adds: whether the accumulators already hold results, to which
+    names: the accumulators; "out" means both out and lse. adds: whether the accumulators already hold results, to which
     the kept results are added.
     """
 

@@ -1,11 +1,13 @@
-"""Find which rows a sliding window sees in other spans, and the rings that carry them. Pure integers, no torch.
+"""Find which rows of other spans a sliding window needs, and the rings that carry them. Pure integers, no torch.
 
 A span is a run of consecutive positions that one rank owns. A *portion* is the part of a document in one span. Most
-queries of a portion see rows of the same portion only (`sight.meetings`). The first queries also see the last rows of
-the portions before. If the window is not causal, the last queries also see the first rows of the portions after.
+queries of a portion attend to rows of the same portion only (`sight.meetings`). Its first queries also attend to the
+last rows of earlier portions. If the window is not causal, its last queries also attend to the first rows of later
+portions.
 
-A rank sends only the rows that other ranks see. A ring carries such rows: its members are the rank that owns the rows
-and the ranks that see them. In most jobs a ring has two ranks, and all its rows travel at hop 1.
+A rank sends only the rows to which queries of other ranks attend. A ring carries these rows. Its members are the rank
+that owns the rows and the ranks with queries that attend to the rows. In most jobs a ring has two ranks, and all its
+rows travel at hop 1.
 """
 
 from bisect import bisect_left, bisect_right
@@ -30,8 +32,8 @@ class Portion(NamedTuple):
     document: Span
 
 
-# The keys of a portion, and (other portion, its queries) for each other portion whose queries see some of these keys.
-# `rows.cut_apart` has cut keys and queries into pieces.
+# The keys of a portion, and (other portion, its queries) for each other portion with queries that attend to some of
+# them. `rows.cut_apart` has cut keys and queries into pieces.
 Sight = tuple[list[Piece], list[tuple[Portion, list[Piece]]]]
 
 
@@ -45,7 +47,7 @@ class Crossing(NamedTuple):
 
 
 class WindowMaker:
-    """Makes the rings of a window, and finds what a rank's queries see in other spans than their own."""
+    """Makes the rings of a window, and finds the rows of other spans to which a rank's queries attend."""
 
     def __init__(self, job: Job, index: ShardIndex) -> None:
         self.job = job
@@ -64,7 +66,7 @@ class WindowMaker:
     def portions(self, rank: int) -> Iterator[Portion]:
         """The portions (parts of documents) at both ends of each span of a rank.
 
-        Only these portions can see rows of other portions, or be seen by them.
+        Only these portions can form (query, key) pairs with other portions.
         """
         borders = self.job.borders
         for span in self.job.shards[rank]:
@@ -100,9 +102,9 @@ class WindowMaker:
             i += 1
 
     def seen_by(self, portion: Portion) -> Iterator[tuple[Portion, int]]:
-        """Yield (other portion, reach) for the other portions whose queries see rows of this portion.
+        """Yield (other portion, reach) for each other portion with queries that attend to rows of this portion.
 
-        For the portions before this one, reach is negative, as `cut_apart` takes it.
+        For portions before this one, reach is negative, as `cut_apart` expects.
         """
         for other in self.after(portion):
             yield other, self.reach
@@ -122,13 +124,12 @@ class WindowMaker:
         return mask_between(self.branch, query.start, key.start, is_causal=self.is_causal)
 
     def seen_from(self, portion: Portion) -> list[Portion]:
-        """The other portions whose rows the queries of this portion see."""
+        """The other portions with rows to which queries of this portion attend."""
         seen = list(self.before(portion))
         return seen if self.is_causal else [*seen, *self.after(portion)]
 
     def crossings(self, rank: int) -> Iterator[Crossing]:
-        """What a rank's queries see in other portions than their own. The other portions may be of the same rank or of
-        other ranks."""
+        """All crossings of a rank: its queries in one portion times keys of another portion, which any rank may own."""
         for portion in self.portions(rank):
             for seen in self.seen_from(portion):
                 keys, queries = self.sight_of(seen)
@@ -139,16 +140,16 @@ class WindowMaker:
                         yield Crossing(query, key, mask, seen.rank)
 
     def rings(self, rank: int) -> Iterator[tuple[tuple[int, int], tuple[Ring, ...]]]:
-        """The rings that carry rows of a rank's portions, or of portions that its queries see.
+        """The rings that carry rows of a rank's portions, or of portions to which its queries attend.
 
-        Yields them by (branch, start of the portion). Some of these rings may be without this rank.
+        Yields ((branch, start of the portion), rings). `rank` is not a member of every ring.
         """
         for portion in self.portions(rank):
             for other in (portion, *self.seen_from(portion)):
                 yield (self.number, other.piece.start), self.rings_of(other)
 
     def _rings(self, portion: Portion) -> tuple[Ring, ...]:
-        """The rings that carry rows of a portion: one for each run of neighbouring rows that the same ranks see."""
+        """The rings that carry rows of a portion: one for each run of neighbouring rows that the same ranks need."""
         keys, queries = self.sight_of(portion)
 
         def seers(key: Piece) -> tuple[int, ...]:
@@ -164,10 +165,11 @@ class WindowMaker:
     def _ring(
         self, portion: Portion, keys: tuple[Piece, ...], ranks_that_see: Sequence[int]
     ) -> Ring:
-        """The ring that carries some rows (`keys`) of a portion to the ranks that see them."""
+        """The ring that carries some rows (`keys`) of a portion to the ranks that need these rows."""
         ranks = sorted((portion.rank, *ranks_that_see))
 
-        # `seeing`: for each rank of the ring, its queries that see the rows, as pieces. The owner of the rows has none.
+        # `seeing`: for each rank of the ring, the pieces of its queries that attend to `keys`. The owner of the rows
+        # has none.
         seeing: dict[int, list[Piece]] = {rank: [] for rank in ranks}
         _, queries = self.sight_of(portion)
         for other, pieces in queries:
