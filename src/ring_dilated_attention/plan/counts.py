@@ -12,8 +12,8 @@ and receives the key and value rows of this phase that other ranks own:
     not causal      all of these rows
 
 B(x) of two phases differs by at most one row. At rate 4 and x = 6, phases 0 and 1 have two rows, and phases 2 and 3
-have one. So a sum over phases needs two numbers: how many phases there are, and how many of them have one row more.
-The second number is found by bisection, as the phases are sorted.
+have one. So a sum over phases needs two numbers: how many phases there are, and how many phases have one row more. The
+second number is found by bisection, as the phases are sorted.
 
 A *chunk* is the key and value rows of a segment that one rank sends to the others.
 """

@@ -83,8 +83,8 @@ class _Planner:
 
         At rate 1 every row is in a tile of the branch. At a higher rate some rows are in no tile of the branch.
         """
-        # `first_rates`: the rates of the branches whose tiles are the first for their rows. This is branch 0, or under
-        # "split" every branch, because each branch then has query heads of its own.
+        # `first_rates`: the rates of the branches with the first tiles for their rows. These are branch 0, or under
+        # "split" all branches, because each branch then has query heads of its own.
         rates = [branch.dilation_rate for branch in self.pattern.branches]
         first_rates = rates[:1] if self.pattern.heads == "all" else rates
         is_covered = set(first_rates) == {1}
@@ -247,7 +247,7 @@ class _Planner:
         key/value heads (or the whole tile), so that several threads of the kernel have work. A first tile with all rows
         of the rank stays whole, because its result becomes the accumulator.
         """
-        # `local_size` and `size` count rows of one head: a position with 8 heads has 8 such rows.
+        # `local_size` and `size` count a row for each head: a position with 8 heads counts as 8 rows.
         local_size = shard_length(self.shards[rank]) * self.num_heads
         size = len(tile.query.heads) * tile.query.num_rows * tile.query.segments
         num_kv_heads = len(tile.key.heads)

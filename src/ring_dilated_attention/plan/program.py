@@ -446,7 +446,7 @@ class _Maker:
             yield from tile.split(most_heads * max(query.num_rows, tile.key.num_rows), 1)
 
     def copied(self, tile: Tile, keys: str) -> tuple[str, ...]:
-        """The names of the tensors whose rows are copied before the kernel reads them. `step.Packing` has the rule."""
+        """The names of the tensors whose rows are copied before the kernel reads them. `step.Packing` says when."""
         packing = self.facts.packing
         if packing is None:
             return ()

@@ -120,7 +120,7 @@ class RingMaker:
         else:
             needed = [[all_hops(len(pieces))] * len(of_place) for of_place in pieces]
 
-        # Make one ring if, at every place, all pieces are needed at the same hops.
+        # Make one ring if, for every place, all pieces of the rank there are needed at the same hops.
         if all(len(set(of_place)) == 1 for of_place in needed):
             hops = tuple(of_place[0] for of_place in needed)
             if any(hops):

@@ -98,7 +98,7 @@ class Piece(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Heads number lo..hi-1 of a head group, whose rows in a piece form one strided view.
+    """Heads number lo..hi-1 of a head group. Their rows in a piece form one strided view.
 
     Each head has num_rows rows in the piece. The first row of head lo is the rank's local row `first`.
     """
@@ -188,8 +188,8 @@ def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[
     origin: where the segment starts. rate: the dilation rate of the branch.
     """
     bands: list[Band] = []
-    # Heads that read the same phase join a band together. On a diagonal each head reads a phase of its own, and the
-    # heads join one by one.
+    # If all heads of the group read the same phase, add them to a band together. On a diagonal each head reads a phase
+    # of its own: add the heads one by one.
     heads_at_once = 1 if group.phase_step else len(group.query_heads)
     for j, phase in enumerate(group.phases):
         # `ahead`: how many positions of the piece come before its first row of the phase.
@@ -230,7 +230,7 @@ def cut_apart(
 
 
 def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
-    """Heads number lo..hi-1 of a diagonal. A group whose heads all read the same phase is returned whole."""
+    """Heads number lo..hi-1 of a diagonal. If all heads read the same phase, the group is returned whole."""
     if not group.phase_step:
         return group
     return HeadGroup(

@@ -87,14 +87,14 @@ def sharding_of(name: str) -> Sharding:
 def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
     """The shard of every rank.
 
-    lengths: the number of positions of every rank. ValueError if the sharding gives a rank another number.
+    lengths: the number of positions of every rank. ValueError if the sharding gives a rank a different number.
     """
     return ShardSpec(sharding, len(lengths)).shards_of(lengths)
 
 
 @lru_cache(maxsize=64)
 def deal_documents(documents: Borders, seq_len: int, num_ranks: int) -> tuple[Shard, ...]:
-    """The shard of every rank if each document is cut as in zigzag. ValueError without documents.
+    """The shard of every rank if each document is cut as in zigzag. ValueError if `documents` is None.
 
     The slices of a document are not all equally long: some have one position more. Where the document starts decides
     which slices are longer. So the positions of many short documents are spread over all ranks.
@@ -158,7 +158,7 @@ class ShardSpec(NamedTuple):
     def shards_of(self, lengths: Sequence[int], documents: Borders = None) -> tuple[Shard, ...]:
         """The shard of every rank.
 
-        lengths: the number of positions of every rank. ValueError if this spec gives a rank another number.
+        lengths: the number of positions of every rank. ValueError if this spec gives a rank a different number.
         """
         return _shards_of(self, tuple(lengths), documents)
 

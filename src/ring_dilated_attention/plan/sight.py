@@ -22,7 +22,8 @@ A window that is not causal has blocks of w // 2 positions. A query attends to
     the block before    FROM_END
     the next block      CAUSAL
 
-Blocks may begin at any position, because a window is the same everywhere. So each rank's blocks begin at its first row.
+Blocks may begin at any position, because a window has the same shape at every position. So each rank's blocks begin at
+its first row.
 """
 
 from collections.abc import Iterator

@@ -82,7 +82,7 @@ class WindowMaker:
         return Portion(rank, self.index.piece(span, start, stop), document)
 
     def before(self, portion: Portion) -> Iterator[Portion]:
-        """The earlier portions of the same document with a position at most `reach` before this portion's first one."""
+        """The earlier portions of the document that have a position at most `reach` before the start of `portion`."""
         if portion.piece.start == portion.document.start:
             return
         least = max(portion.document.start, portion.piece.start - self.reach)
@@ -93,7 +93,7 @@ class WindowMaker:
             i -= 1
 
     def after(self, portion: Portion) -> Iterator[Portion]:
-        """The later portions of the same document with a position at most `reach` after this portion's last one."""
+        """The later portions of the document that have a position at most `reach` after the end of `portion`."""
         stop = min(portion.document.stop, portion.piece.stop + self.reach)
         i = bisect_left(self.index.starts, portion.piece.stop)
         while i < len(self.index.owners) and self.index.starts[i] < stop:
