@@ -122,7 +122,7 @@ class CachePlan:
         """The numbers of the rows that a buffer keeps once the sequence has `position` positions.
 
         These are the rows to which the next query attends. `crop` may remove up to `keep` positions, as long as `floor`
-        positions remain. So a buffer also keeps the rows to which the next query would attend after that crop.
+        positions remain. So a buffer also keeps the rows to which the next query would attend after such a crop.
         """
         return range(buffers.seen(max(position - self.keep, floor)).start, buffers.before(position))
 

@@ -7,7 +7,10 @@ from .sharding import Shard, shard_length
 
 
 class Job(NamedTuple):
-    """The facts of a call that are the same on every rank. With a rank's number they determine its plan."""
+    """The facts of a call that are the same on every rank.
+
+    These facts and a rank's number determine the rank's plan.
+    """
 
     pattern: DilatedPattern
     shards: tuple[Shard, ...]  # the shard of every rank (`sharding.make_shards`)

@@ -27,11 +27,11 @@ class Tile(NamedTuple):
     query: Rows
     key: Rows | Block
     mask: str  # which of the tile's keys each query row attends to (`sight.py`)
-    # If set, no earlier tile has results for these query rows, and this tile's results are written. If not, they are
-    # added.
+    # If set, no earlier tile has results for these query rows: this tile's results are written. If not set, this tile's
+    # results are added.
     first_query: bool
-    # If set, no earlier tile has gradients for these key rows, and this tile's gradients are written. If not, they are
-    # added.
+    # If set, no earlier tile has gradients for these key rows: this tile's gradients are written. If not set, this
+    # tile's gradients are added.
     first_key: bool
     # The block of this rank's chunks that holds a copy of the key rows, or None. Kernels read the copy faster.
     packed: Block | None = None
@@ -50,8 +50,8 @@ class Tile(NamedTuple):
         """Split the tile into smaller tiles, along segments and heads.
 
         Each smaller tile has at most max_rows query rows and max_rows key rows, summed over its heads and segments. It
-        may exceed this to have `fewest_heads` key/value heads (a head of n segments counts n times). Query heads that
-        share a key/value head stay together.
+        may exceed these limits, so that it has at least `fewest_heads` key/value heads (a head of n segments counts n
+        times). Query heads that share a key/value head stay together.
         """
         query = self.query
         key = self.key

@@ -187,7 +187,7 @@ class _Planner:
     def rows_of(self, ring: Ring, place: int) -> Iterator[tuple[Piece, Rows, Block]]:
         """The key/value rows that the rank at a place of a ring packs into its chunk.
 
-        Yields for each block of the chunk the piece that the rows are from, the rows, and the block.
+        Yields (piece, rows, block) for each block of the chunk: the rows of the piece go into the block.
         """
         rate = self.pattern.branches[ring.branch].dilation_rate
         for entry in ring.chunks[place].entries:

@@ -144,8 +144,8 @@ class _Maker:
         `out` and `lse` from forward cover all keys. So the weights p = exp(score - lse) of each tile are final, and the
         gradients of tiles only need to be added.
 
-        The chunks travel again, and their gradients follow one hop behind (`rings.py`). When the gradient of a chunk
-        returns to the chunk's owner, the owner adds it to the gradients from its own queries.
+        The chunks travel again, and their gradients travel one hop behind them (`rings.py`). When the gradient of a
+        chunk returns to the chunk's owner, the owner adds it to the gradients from its own queries.
         """
         plan = self.plan
         self.start_hop(0)
@@ -314,8 +314,8 @@ class _Maker:
         """Compute the gradients of tiles and add them up: one by one, or all together if results are kept.
 
         names: the gradients that are added to this rank's accumulators. They are dq, dk and dv if the keys are this
-        rank's own, and dq alone if the keys are a received chunk's. In the second case dk and dv are added one by one
-        to the buffer `sums`, which is sent on.
+        rank's own, and only dq if the keys are a received chunk's. In the second case dk and dv are added one by one to
+        the buffer `sums`, which is sent on.
         """
         for kv_heads, block in self.head_blocks(tiles, names):
             if block and self.facts.kept_rows is not None:

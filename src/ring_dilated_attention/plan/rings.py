@@ -150,7 +150,7 @@ def _add_place(ranges: list[tuple[int, int]], place: int) -> None:
 
 
 def _hops(ranges: Sequence[tuple[int, int]], place: int, num_places: int) -> Hops:
-    """Turn ranges of places into ranges of hops: at these hops the chunk of `place` is due at those places.
+    """Turn ranges of places into the ranges of hops at which the chunk of `place` is due at these places.
 
     An example: of 8 places, the chunk of place 2 is due at places 3 and 4 at hops 1 and 2. At place 0 it is due at hop
     6. So the ranges (0, 0) and (3, 4) of places give the ranges (1, 2) and (6, 6) of hops.

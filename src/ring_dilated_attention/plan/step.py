@@ -234,9 +234,9 @@ class Unpack(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """Round an accumulator to the dtype of the result: that of query for out and gradients, and float32 for lse.
+    """Round an accumulator to the dtype of the result. For out and gradients this is the dtype of query.
 
-    If the inputs are float64, lse is float64 too.
+    For lse it is float32, or float64 if the inputs are float64.
     """
 
     name: str

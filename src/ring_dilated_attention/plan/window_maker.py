@@ -124,7 +124,7 @@ class WindowMaker:
         return mask_between(self.branch, query.start, key.start, is_causal=self.is_causal)
 
     def seen_from(self, portion: Portion) -> list[Portion]:
-        """The other portions with rows to which queries of this portion attend."""
+        """The other portions that contain rows to which queries of this portion attend."""
         seen = list(self.before(portion))
         return seen if self.is_causal else [*seen, *self.after(portion)]
 
