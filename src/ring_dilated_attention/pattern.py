@@ -1,14 +1,16 @@
-"""Who attends whom: branches, phases and causality (LongNet, arXiv 2307.02486, section 2). Pure integers, no torch.
+"""Which query attends to which key: branches, phases and causality (LongNet, arXiv 2307.02486, section 2). Pure
+integers, no torch.
 
 A branch is a pair (segment length w, dilation rate r). Position t of a document lies in segment t // w of the branch
-and has phase (t mod w) mod r. Each query head reads one phase of the branch. Query i of this head sees key j if i and j
-lie in the same segment and both have the phase that the head reads. In a causal pattern, also j <= i. If two branches
-let query i see key j, the key counts twice in the softmax.
+and has phase (t mod w) mod r. Each query head reads one phase of the branch. Query i of this head sees (attends to) key
+j if i and j lie in the same segment and both have the phase that the head reads. A causal pattern also requires j <= i.
+If query i sees key j in two branches, the key counts twice in the softmax.
 
-A sliding window of w positions is one more branch, without phases. In a causal pattern query i sees positions
-i - w + 1 to i. Otherwise it sees all positions that are at most w // 2 away.
+A sliding window of w positions is an additional branch, without phases. In a causal pattern query i sees positions
+i - w + 1 to i. In a pattern that is not causal, query i sees all positions that are at most w // 2 away.
 
-`Branch.in_reach` tests segments, windows and causality for two positions. `plan/sight.py` does so for ranges.
+`Branch.in_reach` tests segments, windows and causality for two positions. `plan/sight.py` does so for ranges of
+positions.
 """
 
 import json
@@ -62,7 +64,7 @@ class HeadGroup(NamedTuple):
     """Query heads whose rows can be read through one strided view, and the key/value heads that they attend to.
 
     If phase_step is 0, all heads of the group read the same phase. If it is 1, the group is a *diagonal*: the phase of
-    each head is one higher than that of the head before.
+    each head is one higher than the phase of the previous head.
     """
 
     query_heads: range
@@ -92,14 +94,15 @@ class DilatedPattern:
         segment_lengths: the segment length w of each branch, in positions. The sequence length need not be a multiple
             of w.
         dilation_rates: the dilation rate r of each branch.
-        window: the length of a sliding window, which all heads run as one more branch. Causal: a query sees the
-            last `window` positions, its own among them (Mistral, Gemma). Not causal: a query sees all positions at
-            most `window // 2` away (ModernBERT). None: no window.
+        window: the length of a sliding window, which all heads run as an additional branch; None for no window. In a
+            causal pattern a query sees the last `window` positions, including its own (Mistral, Gemma). Otherwise a
+            query sees all positions at most `window // 2` away (ModernBERT).
         is_causal: whether queries see no later keys.
         phase: the rule for which phase head h of H heads reads. "modulo": phase h mod r, as in the paper. "blocked":
             phase h // ceil(H / r), as in torchscale.
-        heads: "all" runs every branch on every head (LongNet). "split" gives branch i the i-th of near-equal
-            contiguous groups of heads (sizes as torch.tensor_split). All heads of the group read phase i mod r.
+        heads: "all" runs every branch on every head (LongNet). "split" cuts the heads into contiguous groups of
+            near-equal sizes, as torch.tensor_split does, and runs branch i on group i only. All heads of group i read
+            phase i mod r.
 
     Raises:
         ValueError: for lists that are empty (without a window) or of different lengths, entries that are not integers
@@ -169,7 +172,7 @@ class DilatedPattern:
     def sliding(cls, window: int, *, is_causal: bool = False) -> "DilatedPattern":
         """A sliding window of `window` positions, and no other branch.
 
-        Causal: a query sees the last `window` positions, its own among them. Not causal: a query sees all positions
+        If is_causal, a query sees the last `window` positions, including its own. Otherwise a query sees all positions
         at most `window // 2` away.
         """
         return cls((), (), window=window, is_causal=is_causal)
@@ -189,27 +192,29 @@ class DilatedPattern:
         """LongNet's rule: segment lengths and rates grow alike, w_i = w_0 * a**i and r_i = a**i, up to max_len.
 
         In branch i a segment has w_0 rows of each phase. Only one query in a**i has the phase that a head reads, so a
-        query sees w_0 / a**i keys on average. Over all branches that is fewer than w_0 * a / (a - 1) keys. So the work
-        is linear in the length (arXiv 2307.02486, section 2.4).
+        query sees w_0 / a**i keys on average. Summed over the branches, a query sees fewer than w_0 * a / (a - 1) keys
+        on average. So the work is linear in the length (arXiv 2307.02486, section 2.4).
 
-        The paper's experiments (section 4.1) have other rates: lengths (2048, 4096, 8192, 16384, 32768) with rates
-        (1, 2, 4, 6, 12). For those, call `DilatedPattern` itself.
+        The paper's experiments (section 4.1) do not follow this rule: lengths (2048, 4096, 8192, 16384, 32768) have the
+        rates (1, 2, 4, 6, 12). For these rates, call `DilatedPattern` itself.
 
         If a branch has more phases than there are heads, some phases are read by no head. `explain` lists these phases.
 
-        A long segment usually starts where a segment of every shorter branch starts. In a causal pattern, a query right
-        after such a start sees few keys. A `window` lets this query see the keys before the start.
+        Where a long segment starts, usually a segment of every branch with shorter segments starts too. In a causal
+        pattern, a query right after such a start sees few keys. A `window` lets this query see the keys before the
+        start.
 
         Args:
             max_len: the longest segment length; a longer sequence has several such segments.
-            first_length: w_0, the segment length of the branch at rate 1. If first_length >= max_len, there is no other
-                branch.
+            first_length: w_0, the segment length of the branch at rate 1. If first_length >= max_len, the pattern has
+                only this branch.
             ratio: a, the common ratio of lengths and rates. The last length is cut to max_len, but the rate of the last
                 branch is not.
             window, is_causal, phase, heads: as in `DilatedPattern`.
 
         Raises:
-            ValueError: for numbers that are not integers of at least 1 (`ratio`: 2).
+            ValueError: if max_len, first_length or window is not an integer of at least 1, or ratio not an integer of
+                at least 2.
         """
         for name, number, least in (
             ("max_len", max_len, 1),
@@ -238,7 +243,7 @@ class DilatedPattern:
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """A branch for each segment length, and last the window, if there is one."""
+        """One branch for each segment length, then the window, if the pattern has one."""
         branches = tuple(map(Branch, self.segment_lengths, self.dilation_rates))
         return branches if self.window is None else (*branches, Branch(self.window, 1, True))
 
@@ -287,9 +292,9 @@ class DilatedPattern:
         first row is one position later for each head. If query heads share key/value heads, there are no diagonals.
 
         Args:
-            held: the query heads of the layer that the tensors hold (tensor parallelism); None for all. Query heads
-                that share a key/value head are all held or none. In the returned groups, head held.start has the number
-                0. Which phase a head reads depends on the head's number in the layer.
+            held: the query heads of the layer that the tensors hold (tensor parallelism); None for all. Of the query
+                heads that share a key/value head, `held` contains all or none. In the returned groups, head held.start
+                has the number 0. Which phase a head reads depends on the head's number in the layer.
         """
         rate = self.branches[branch].dilation_rate
         groups = self.phase_groups(branch, num_heads, num_kv_heads, held)
@@ -334,7 +339,8 @@ class DilatedPattern:
         ]
 
     def cache_rows(self, num_heads: int, num_kv_heads: int, max_len: int | None = None) -> int:
-        """How many rows of keys a cache of this pattern must hold for one sequence. It holds as many rows of values.
+        """How many rows of keys a cache of this pattern must hold for one sequence. It holds the same number of rows of
+        values.
 
             sum over branches (w, r), key/value heads and the phases s that their query heads read
                 of ceil((min(w, max_len) - s) / r)
@@ -363,13 +369,13 @@ class DilatedPattern:
     def without_keys(self, num_heads: int, lengths: Sequence[int] | None = None) -> tuple[int, int]:
         """How many (query, head) pairs see no key, and how many pairs were looked at.
 
-        A query sees no key if there is no branch in which it has the phase that the head reads. Its out is then 0.
+        A query sees no key if in no branch its position has the phase that the head reads. Its out is then 0.
 
         Args:
-            lengths: the lengths of the documents. By default there is one document, whose length is the period of the
-                pattern: after so many positions the phases of all branches repeat. If the period is above 2^20
-                positions, only the first 2^20 of each document are looked at. (Fewer, if heads read more than 64
-                combinations of phases.)
+            lengths: the lengths of the documents. The default is one document, as long as the period of the pattern.
+                After one period, the phases of all branches repeat. If the period is above 2^20 positions, only the
+                first 2^20 positions of each document are counted (fewer, if heads read more than 64 combinations of
+                phases).
         """
         if self.window is not None:  # in a window every query sees its own position
             return 0, num_heads * sum(lengths if lengths is not None else [1])

@@ -1,4 +1,4 @@
-"""Kernels: each computes attention for one tile (some queries and the keys that they attend to), and its gradients.
+"""Kernels. A kernel computes attention, and its gradients, for one tile: some queries and the keys that they attend to.
 
-The result for a tile is a partial: out and lse of the tile's queries over the tile's keys alone.
+The forward of a tile returns a partial: out and lse of the tile's queries, computed over the tile's keys only.
 """

@@ -1,4 +1,5 @@
-"""Chooses the kernel of a call. Each backend has a `why_not`: the reason why it cannot serve a tensor, or None."""
+"""Chooses the kernel that computes a call. The `why_not` of a backend returns the reason why the backend cannot serve a
+tensor, or None."""
 
 from torch import Tensor
 

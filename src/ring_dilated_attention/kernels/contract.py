@@ -1,8 +1,9 @@
 """The interface of a kernel: which tensors it serves, and the forward and backward of a tile (some query rows and the
 key rows that they attend to). Backends are modules that implement the interface.
 
-B batch (in a tile: segments too), N positions, H query heads, G key/value heads, M query rows, L key rows, D head dim.
-Tensors may have any strides, except that the last dim has stride 1. A tile is never empty. A causal tile has M == L.
+B batch (in a tile, each segment counts as a batch entry), N positions, H query heads, G key/value heads, M query rows,
+L key rows, D head dim. Tensors may have any strides, except that the last dim has stride 1. A tile is never empty. A
+causal tile has M == L.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,8 +59,7 @@ class Merging(NamedTuple):
     merge: Callable[..., None]
     add: Callable[..., None]
     lay_out: Callable[..., None]
-    # In `Kernel.backward` the number of rows of lse must be a multiple of this number, so the caller adds rows of inf
-    # at the end.
+    # `Kernel.backward` needs an lse whose number of rows is a multiple of this number. The caller appends rows of inf.
     lse_multiple: int = 1
 
 
@@ -69,9 +69,9 @@ class Kernel(Protocol):
 
     NAME: str
     TRAITS: Traits
-    # Takes a (B, N, H, D) tensor. For the name of each op of the backend it returns the reason why this op cannot run
-    # dense attention on the tensor, or None if it can. The kernel runs the first op that can. If the backend has only
-    # one op, `ops` is None.
+    # Takes a (B, N, H, D) tensor. Returns, by the names of the backend's ops, the reason why the op cannot run dense
+    # attention on the tensor, or None if the op can. The kernel runs the first op that can. If the backend has only one
+    # op, `ops` is None.
     ops: Callable[[Tensor], dict[str, str | None]] | None
 
     def why_not(self, query: Tensor) -> str | None:
@@ -79,11 +79,11 @@ class Kernel(Protocol):
 
     def takes_short_rows(self, dtype: torch.dtype) -> bool:
         """Whether the kernel takes 16-bit ("short") rows of this dtype as they are. If it does not, and
-        `TRAITS.packing` is set, the caller gives it float32 copies of a tile's rows."""
+        `TRAITS.packing` is set, the caller passes float32 copies of a tile's rows."""
 
     def merging(self, query: Tensor) -> Merging | None:
-        """Functions that merge or add the results of many tiles in one pass. If it returns None, the caller merges or
-        adds each result as soon as it is computed."""
+        """Return functions that merge or add the results of many tiles in one pass. If this method returns None, the
+        caller merges or adds each result as soon as it is computed."""
 
     def forward(
         self, q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float

@@ -52,7 +52,7 @@ def takes_short_rows(dtype: torch.dtype) -> bool:
 def short_rows_fail() -> bool:
     """Whether torch's attention raises for 16-bit rows.
 
-    On a CPU with a matrix unit (AMX) torch rearranges such rows by a function (pack_vnni2) that it has only for the
+    On a CPU with a matrix unit (AMX) torch rearranges 16-bit rows by the function pack_vnni2, which exists only for the
     capability AVX512. If the user has chosen a lower capability (ATEN_CPU_CAPABILITY=avx2), torch raises.
     """
     return (
@@ -63,13 +63,13 @@ def short_rows_fail() -> bool:
 def forward(
     q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    # Check the strides, because with other strides the op returns wrong results without an error.
+    # Check the strides, because with a last stride other than 1 the op returns wrong results without an error.
     assert q_BHMD.stride(-1) == k_BGLD.stride(-1) == v_BGLD.stride(-1) == 1
     # Check that no tensor is empty, because an empty tensor kills the process.
     assert min(q_BHMD.numel(), k_BGLD.numel()) > 0
     dtype = q_BHMD.dtype
-    # Copy the rows of a cache to float32. The caller has already copied all other 16-bit rows, because
-    # `takes_short_rows` returned False.
+    # Copy the rows of a cache to float32. 16-bit rows that are not from a cache never get here: the caller copies them
+    # to float32, because `takes_short_rows` returned False.
     if dtype.itemsize == 2 and short_rows_fail():
         q_BHMD = q_BHMD.float()
         k_BGLD = k_BGLD.float()

@@ -17,7 +17,7 @@ from .traits import MOST_PADDED, padded_head_dim
 
 
 class TileFacts(NamedTuple):
-    """The facts about a tile by which its op is chosen."""
+    """The facts about a tile that decide which op computes it."""
 
     dtype: torch.dtype
     device: torch.device
@@ -34,8 +34,8 @@ class TileFacts(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One attention op of torch, `aten._scaled_dot_product_<name>_attention`: the tiles that it and its backward take,
-    and their arguments."""
+    """One attention op of torch, `aten._scaled_dot_product_<name>_attention`. The fields say which tiles the op and its
+    backward op take, and with which arguments."""
 
     is_enabled: Callable[[], bool]  # Whether the op is switched on in torch.
     # The dtypes that the op takes, each with the least compute capability that it needs.
@@ -45,7 +45,7 @@ class Op(NamedTuple):
     backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]
     # The arguments of the forward op between `value` and the dropout: no bias, and True so that lse is returned.
     forward_arguments: tuple[Any, ...] = (None, True)
-    # Returns the reason why the op cannot compute a tile, or None. Only for limits that no other op has.
+    # Returns the reason why the op cannot compute a tile, or None. Checks only limits that are peculiar to this op.
     refuses: Callable[[TileFacts], str | None] = lambda tile: None
     # The largest number of batch entries in a call. A CUDA grid has at most 65,535 blocks along its second and third
     # dimension.
@@ -197,8 +197,8 @@ OPS = {
 
 
 def lse_multiple(name: str | None) -> int:
-    """In the backward of the named op the number of rows of lse must be a multiple of the result. The caller adds rows
-    of inf, for which the weights exp(score - lse) are 0."""
+    """The backward of the named op needs an lse whose number of rows is a multiple of the result. The caller appends
+    rows of inf, for which the weights exp(score - lse) are 0."""
     return 32 if name == "efficient" and not torch.version.hip else 1
 
 

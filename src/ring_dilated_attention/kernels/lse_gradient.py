@@ -6,8 +6,8 @@ dout is 1. Only delta changes, by -dlse.
 
 dlse is float32, and a single column of 16 bits would round it. So 16-bit inputs get three columns, whose products
 dout * out add up to -dlse. dout is the same power of 2 in all three, because -dlse itself may be beyond float16
-(GradScaler begins with 65,536). out has -dlse / dout, rounded to 16 bits, in the first column, the error of this
-rounding in the second, and the error that is then left in the third.
+(GradScaler begins with 65,536). In out, the first column is -dlse / dout, rounded to 16 bits. The second column is the
+error of the first, and the third is the error that the first two leave. Both are rounded too.
 """
 
 import torch

@@ -3,10 +3,10 @@
 
 Unverified: no GPU has run them. They were run in Triton's interpreter, and compiled for NVIDIA GPUs.
 
-A tile is some query rows and the key rows that they attend to. A table of numbers says where the rows of tiles lie. For
-each tile it has FIELDS numbers, then a pointer and three strides for each tensor of the tile (`rows_at_once.py`).
+A tile is some query rows and the key rows that they attend to. A table of int64 says where the rows of each tile lie.
+It has FIELDS integers per tile, then a pointer and three strides for each tensor of the tile (`rows_at_once.py`).
 
-The tensors of a tile are (B, H, M, D), where segments count as batch entries. The tensors of all positions are
+A tile's tensors are (B, H, M, D), where each segment counts as a batch entry. Tensors that are not cut into tiles are
 (B, N, H, D). A program computes BN rows of one head.
 """
 
@@ -24,9 +24,9 @@ DTYPES = {
 
 @triton.jit
 def write_kernel(table, numbers, NUM: tl.constexpr, OFFSET: tl.constexpr):
-    """Write the numbers to the table on the GPU. The numbers are passed as arguments, not copied to the GPU. The host
-    would wait for a copy, and a CUDA graph would read the host's memory again at each replay, when it may hold other
-    numbers."""
+    """Write the numbers to the table on the GPU. The numbers are kernel arguments, because a copy from the host has two
+    drawbacks. The host would wait for it. And a CUDA graph would repeat it at each replay, when the host's memory may
+    have changed."""
     for i in tl.static_range(NUM):
         tl.store(table + i, (numbers[i] >> 1) - OFFSET)
 
@@ -43,7 +43,7 @@ def _has_rows(tile, entry, head, start, stop):
 
 @triton.jit
 def _indices(tile, entry, head, row_N):
-    """For each of the rows row_N: whether the tile has it, and its indices in the first three dims of the tile's
+    """For each row in row_N: whether the tile has the row, and the row's indices in the first three dims of the tile's
     tensors."""
     k = (head - tl.load(tile + 4)) // tl.load(tile + 5)
     ahead_N = row_N - (tl.load(tile + 2) + k * tl.load(tile + 7)).to(tl.int32)
@@ -60,8 +60,8 @@ def _indices(tile, entry, head, row_N):
 
 @triton.jit
 def _pointers(fields, b_N, k, m_N, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers to the rows (b_N, k, m_N) of one tensor of a tile. fields: the place in the table where the tensor's
-    pointer and strides stand."""
+    """Pointers to the rows (b_N, k, m_N) of one tensor of a tile. fields: points to the tensor's pointer in the table.
+    The tensor's three strides follow it."""
     pointer = tl.load(fields).to(tl.pointer_type(DTYPE))
     stride_b, stride_h, stride_m = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
     # If every row begins at a multiple of 16 bytes, tell the compiler. ALIGNED is then the number of elements in 16
@@ -152,8 +152,8 @@ def add_kernel(
     """Add up the tiles' gradients of each row, and write the sums to dq, dk and dv. The sum for dq is multiplied by
     `factor`. If ADDS is set, the sums are added to the values that dq, dk and dv already hold.
 
-    A program's number along the second dimension of the grid says whether it computes dq, dk or dv. num_block_heads:
-    the number of query heads that are computed.
+    The program id along the second dimension of the grid selects dq, dk or dv. num_block_heads: the number of query
+    heads that this launch computes.
     """
     which, ratio = tl.program_id(1), num_heads // num_kv_heads
     first_head = first_kv_head * ratio

@@ -1,5 +1,5 @@
-"""Launches the Triton kernels of `row_kernels.py`: one merges the partials of many tiles, one adds up their gradients,
-and one copies the rows that a backward reads. `run/merge.py` defines what each function computes, in plain torch.
+"""Launches the Triton kernels of `row_kernels.py`. They merge the partials of many tiles, add up the gradients of many
+tiles, and copy the rows that a backward reads. `run/merge.py` defines what each function computes, in plain torch.
 
 A tile is some query rows and the key rows that they attend to. Its partial is the out and lse of its queries.
 
@@ -18,10 +18,10 @@ from torch import Tensor
 from ..plan.rows import Rows
 from .contract import GradientSum, TileRows
 
-# How many numbers the table has for each tile before the pointers and strides of the tile's tensors.
+# The table has this many integers per tile, before the pointers and strides of the tile's tensors.
 FIELDS = 12
-# How many numbers a launch of `write_kernel` writes. Twelve tiles of a forward have 240 numbers. GPUs allow 4 KB of
-# arguments.
+# One launch of `write_kernel` writes this many integers to the table. Twelve tiles of a forward need 240. GPUs allow 4
+# KB of arguments.
 NUMBERS = 256
 # A number x is passed as 2 x + ODD, which is odd and has more than 32 bits. Otherwise Triton would compile
 # `write_kernel` again for each kind of number: 1, multiples of 16, numbers of at most 32 bits.
@@ -95,8 +95,8 @@ def add_rows(sums: Sequence[GradientSum], factor: float, *, adds: bool) -> None:
         counts.append(len(x.gradients))
     numbers = list(map(_numbers, tiles))
 
-    # Pass three tensors, because the kernel always takes three. If dq is the only sum, the kernel does not touch the
-    # second and the third tensor.
+    # Pass three tensors, because the kernel always takes three. If dq is the only sum, the kernel touches neither the
+    # second nor the third tensor.
     num_missing = 3 - len(sums)
     targets += targets[:1] * num_missing
     counts += [0] * num_missing
@@ -180,7 +180,7 @@ def _check(*targets: Tensor) -> None:
 
 
 def _block_rows(head_dim: int) -> int:
-    """The number of rows that one program computes. Together they have about 4,096 numbers, 32 for each of 128
+    """The number of rows that one program computes. These rows have about 4,096 elements in total, 32 for each of 128
     threads."""
     return max(1, min(128, 4096 // _padded(head_dim)))
 
@@ -198,9 +198,9 @@ def _constants(
 ) -> dict[str, Any]:
     """The constants that a kernel is compiled with.
 
-    num_large: how many of a tile's tensors have the dim D. These tensors come before the tile's other tensors. ALIGNED
-    in the result is the number of elements in 16 bytes, if every row of these tensors begins at a multiple of 16 bytes,
-    else 1.
+    num_large: how many of a tile's tensors have the dim D. Tensors with the dim D come before those without. If every
+    row of the tensors with D begins at a multiple of 16 bytes, ALIGNED in the result is the number of elements in 16
+    bytes. Otherwise ALIGNED is 1.
     """
     from .row_kernels import DTYPES
 
@@ -220,7 +220,7 @@ def _constants(
 
 
 def _numbers(tile: TileRows) -> list[int]:
-    """The numbers of a tile in a table, as `row_kernels.py` reads them."""
+    """The integers that describe a tile in the table, as `row_kernels.py` reads them."""
     rows, entry, tensors = tile
     # `entries`: start and stop of the tile's batch entries. If `entry` is None, the tile has all entries, and `stop` is
     # larger than any batch.

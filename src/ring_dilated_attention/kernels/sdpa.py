@@ -6,7 +6,7 @@ stand-ins that keep to the ops' contracts.
 
 The first op of `cuda_ops.in_order` that takes a tile runs it. `torch.nn.attention.sdpa_kernel([...])` enables ops as
 usual, but does not change their order, even with set_priority. After a call of
-`torch.nn.attention.activate_flash_attention_impl` FlashAttention 3 or 4 runs in the place of torch's flash.
+`torch.nn.attention.activate_flash_attention_impl` FlashAttention 3 or 4 runs instead of torch's flash.
 
 Names are those of `contract.py`.
 """
@@ -77,7 +77,8 @@ def ops(query: Tensor) -> dict[str, str | None]:
 
 
 def _any_tile(query: Tensor) -> TileFacts:
-    """The facts of a small tile with the query's dtype, heads and head dim. Ops are checked with it before a call.
+    """The facts of a small tile with the query's dtype, heads and head dim. Before a call, each op is asked whether it
+    can compute this tile.
 
     The tile has two rows on every rank, however many positions a rank has. So either all ranks refuse the call, or
     none does.
@@ -181,7 +182,7 @@ def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor,
     name, q, k, v = _prepared(rows.query, rows.key, rows.value, is_backward=True)
     dout, out = map(_aligned, (rows.dout, rows.out))
     if not OPS[name].takes_strides:
-        # Make out and dout contiguous as (B, M, H, D), because an op without `takes_strides` needs that.
+        # Make out and dout contiguous as (B, M, H, D), because an op without `takes_strides` needs contiguous tensors.
         dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))
 
     # Make lse contiguous, with a multiple of `lse_multiple` rows. If lse has too few rows, add rows of inf.

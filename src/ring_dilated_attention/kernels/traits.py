@@ -1,4 +1,5 @@
-"""What planning must know of each kernel: its scratch memory, the longest tile, and when copies save time.
+"""What the planner needs to know about each kernel: its scratch memory, its longest tile, and when copies of rows save
+time.
 
 This file does not import torch, so that planning needs no torch. A tile is some query rows and the key rows that they
 attend to.
@@ -64,9 +65,9 @@ def most_flash_rows(head_dim: int, has_dlse: bool) -> int:
     return MOST_PADDED // padded_head_dim(width + -width % 8)
 
 
-# The conditions under which rows are copied side by side before torch's CPU flash attention reads them. A copy saves
-# time if every row lies on a memory page of its own, and if segments are so long that several blocks of queries read
-# the same keys. Measured in benchmarks/results/packing.json.
+# When to copy rows side by side before torch's CPU flash attention reads them. A copy saves time if every row lies on a
+# memory page of its own, and if segments are so long that several blocks of queries read the same keys. Measured in
+# benchmarks/results/packing.json.
 CPU_PACKING = Packing(distance=4096, num_bytes=4096, max_rows=2**16)
 
 TRAITS = {
