@@ -15,9 +15,10 @@ from .pattern import DilatedPattern
 def multiplicity(
     pattern: DilatedPattern, seq_len: int, num_heads: int, documents: Sequence[int] | None = None
 ) -> Tensor:
-    """M[h, i, j]: the number of branches in which query i of head h sees key j. (H, N, N), int64.
+    """M[h, i, j]: the number of branches in which query i of head h attends to key j. (H, N, N), int64.
 
-    A branch counts if the key is in reach of the query (`Branch.in_reach`) and both have the phase that the head reads.
+    A branch counts if the key is in reach of the query (`Branch.in_reach`), and if query and key have the phase that
+    the head reads.
     documents: the borders (0, ..., N) of packed documents; None for one document.
     """
     borders = torch.tensor(documents if documents is not None else (0, seq_len))
@@ -47,9 +48,10 @@ def dilated_attention_reference(
     scale: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out[i] = sum over j of softmax_j(q_i k_j * scale + log M[h, i, j]) v_j, and lse[i], the logsumexp of these terms.
+    """out[i] = sum over j of softmax_j(score_ij) v_j, and lse[i] = logsumexp_j(score_ij).
 
-    M is `multiplicity`. A sink takes part in the softmax like one more key, whose value is 0.
+    The scores of head h are score_ij = q_i k_j * scale + log M[h, i, j], where M is `multiplicity`. A sink takes part
+    in the softmax like an additional key with the value 0.
 
     Args:
         cu_seqlens: the borders (0, ..., N) of packed documents; None for one document.

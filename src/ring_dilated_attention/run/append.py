@@ -1,5 +1,5 @@
-"""Appends new rows to a cache. New rows attend to cached rows and to each other. The cache then keeps those new rows
-that a later query can see.
+"""Appends new rows to a cache. Their queries attend to cached rows and to each other. The cache then keeps the new rows
+to which a later query can attend.
 
 A *buffer* holds the cached rows of one branch, phase and key/value head (`pattern.py` defines branches and phases). Row
 number c of the phase lies in slot c mod capacity (`plan/cache_plan.py`).
@@ -15,8 +15,8 @@ head of phase 0 reads two of them:
     queries 12, 14 x keys 8, 10         every query sees every key (the plan's `cached` tiles)
     queries 12, 14 x keys 12, 14        causal (the plan's `local` tiles)
 
-Then rows 6 and 7 are written to slots 2 and 3. If only one row is appended, it is written first, and its query
-reads it from its slot.
+Then rows 6 and 7 are written to slots 2 and 3. If only one row is appended, the row is written first, and the row's
+query reads it from its slot.
 
 P partials, B batch, M new positions, H query heads, G key/value heads, C slots of a buffer, L rows of a buffer, m query
 heads that share a key/value head, D head dim. Memory is (2, B, rows, D): keys and values of all buffers.
@@ -57,8 +57,8 @@ def append(
 
     Args:
         memory: the keys and values of the cache. The new rows are written into it.
-        progress: (2, B) int64: for each sequence, the number of positions so far, and the fewest positions to which
-            `crop` may shorten the sequence. Both numbers are updated.
+        progress: (2, B) int64: for each sequence, the number of positions so far, and the smallest number of positions
+            to which `crop` may shorten the sequence. Both numbers are updated.
         lengths: (B,) how many of its M rows each sequence appends; None for all M. The rows after these are padding,
             for which out is 0 and lse is -inf.
 
@@ -80,7 +80,8 @@ def append(
     runs = list(_alike(positions, counts))
 
     # A single new row is written before its query is computed, and overwrites an old row. If plan.keep > 0, copy the
-    # old row, so that it can be put back if this call fails: after a later `crop` a query may see the old row again.
+    # old row, so that it can be put back if this call fails: after a later `crop` a query may attend to the old row
+    # again.
     written_over: list[tuple[Tensor, Tensor]] = []
     for entries, position, count in runs:
         if count == 1 and plan.keep > 0:
@@ -179,8 +180,8 @@ def _one(
 ) -> tuple[Tensor, Tensor]:
     """Append a single row at position t: out (B, 1, H, D) and lse (B, 1, H) of the row.
 
-    The row is written to its buffers first, so that its query sees it there. Then the buffers are read one after the
-    other. This needs no `Plan` and no program of steps.
+    The row is first written to its buffers, where the row's query then reads it. The buffers are read one after the
+    other. This needs neither a `Plan` nor a program of steps.
     """
     batch, _, num_heads, head_dim = query.shape
     buffers_of_row = list(plan.of_position(t))
@@ -201,7 +202,7 @@ def _one(
         both_2BGCD = buffer_view(memory, buffers)
         both_2BGCD[:, :, :, slot] = new_2BGD[:, :, _slice(buffers.kv_heads)]
 
-        # Give the kernel the m query heads that share a key/value head like m query rows of one head, so that the
+        # Pass the m query heads that share a key/value head to the kernel as m query rows of one head, so that the
         # kernel reads the keys once.
         heads = _slice(buffers.query_heads)
         num_kv_heads = len(buffers.kv_heads)
@@ -210,8 +211,8 @@ def _one(
         out_BGmD = outs_PBHD[partial, :, heads].view(batch, num_kv_heads, -1, head_dim)
         lse_BGm = lses_PBH[partial, :, heads].view(batch, num_kv_heads, -1)
 
-        # `numbers`: the numbers of the rows that the query sees, its own row included. If these rows wrap around the
-        # end of the buffer, the kernel is called twice.
+        # `numbers`: the numbers of the rows to which the query attends, including the new row. If these rows wrap
+        # around the end of the buffer, the kernel is called twice.
         numbers = range(buffers.seen(t).start, number + 1)
         for i, slots in enumerate(buffers.slots(numbers)):
             k_BGLD, v_BGLD = both_2BGCD[:, :, :, _slice(slots)]
@@ -251,7 +252,7 @@ def _many(
 
 
 def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -> None:
-    """Write the new rows that a later query can see into the memory. The first row of key and value is position t."""
+    """Write into the memory the new rows to which a later query can attend. key and value begin at position t."""
     end = t + key.shape[1]
     for buffers in plan.buffers:
         # `numbers`: the numbers of the new rows that the cache keeps.
@@ -300,8 +301,8 @@ def placed(buffers: Buffers, numbers: range, memory: Tensor) -> Tensor:
 def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Tensor) -> Tensor:
     """Copy into a flat tensor those rows of a rank's shard that a cache of the whole sequence keeps.
 
-    For each buffer, and for each run of consecutive positions in the shard (a span), come the keys (B, G, L, D), then
-    the values.
+    The shard's runs of consecutive positions are its spans. The tensor contains, for each buffer and each span, the
+    keys (B, G, L, D), then the values.
 
     key, value: (B, N, G, D), the rows of the shard. position: the length of the whole sequence.
     """
@@ -309,8 +310,8 @@ def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Ten
     flat_rows = [key.new_empty(0)]
     for buffers, numbers, span in plan.kept_of(shard, position):
         for x in (key, value):
-            # Pass the rows of the shard from the span's first row on, because `rows_at` counts rows from the position
-            # `span.start`.
+            # Pass the shard's rows from the span's first row to the end, because `rows_at` counts rows from the
+            # position `span.start`.
             rows_BGLD = rows_at(x[:, first_row[span] :], buffers, numbers, span.start)
             flat_rows.append(rows_BGLD.flatten())
     return torch.cat(flat_rows)

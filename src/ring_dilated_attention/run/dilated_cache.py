@@ -1,4 +1,5 @@
-"""DilatedCache: the keys and values of a sequence that the current or a later query can still see, and no others."""
+"""DilatedCache keeps the keys and values to which the current or a later query can still attend, and drops all
+others."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from .link_contract import ContextProtocol
 class DilatedCache:
     """Keys and values of a batch of sequences, for `dilated_attention(query, key, value, pattern, cache=cache)`.
 
-    A query sees only rows of its own segments (and of the window, if the pattern has one). So each branch (w, r),
+    A query attends only to rows of its own segments (and of the window, if the pattern has one). So each branch (w, r),
     key/value head and phase needs one rolling buffer of about w / r rows, however long the sequence is. The constructor
     allocates all memory.
 
@@ -33,11 +34,11 @@ class DilatedCache:
         keep: `crop` can always remove this many of the newest positions, even if that reopens a segment that was
             complete.
         heads_held: the query heads of the layer that the tensors hold (tensor parallelism), such as range(3, 6).
-            Every call must pass the same range.
+            Every call with this cache must pass the same heads_held.
 
     Attributes:
-        num_rows: how many rows of keys are allocated for one sequence. As many rows of values are allocated too. With
-            keep=0 and all heads this is pattern.cache_rows(num_heads, num_kv_heads, max_len).
+        num_rows: how many rows of keys are allocated for one sequence. The number of rows of values is equal. With
+            keep=0 and all heads num_rows is pattern.cache_rows(num_heads, num_kv_heads, max_len).
         num_bytes: the bytes that the cache allocates.
         position: (B,) int64 on the device: the number of positions of each sequence so far.
         plan: the CachePlan.
@@ -107,15 +108,16 @@ class DilatedCache:
         keep: int = 0,
         heads_held: range | None = None,
     ) -> "DilatedCache | None":
-        """Make a cache of a sequence whose rows the ranks of `parallel` own. A rank can then go on with it alone.
+        """Make a cache of a sequence whose rows the ranks of `parallel` own. A rank can then continue the sequence
+        without the other ranks.
 
-        Every rank must make the call. Only rows that a later query can see are sent. Returns the cache, or None on
-        ranks that do not get one.
+        Every rank must call `gather`. Only rows to which a later query can attend are sent. Returns the cache, or None
+        on ranks that do not get a cache.
 
         Args:
-            key, value: (B, N, G, D), the key and value of this rank that were passed to `dilated_attention`.
+            key, value: this rank's key and value, (B, N, G, D), as passed to `dilated_attention`.
             num_heads: the number of query heads. With `heads_held`, all query heads of the layer.
-            to: the only rank (`parallel.rank`) that gets a cache. By default every rank gets a cache.
+            to: the number (`parallel.rank`) of the only rank that gets a cache. By default every rank gets a cache.
             pattern, max_len, keep, heads_held: as in `DilatedCache`.
 
         Raises:
@@ -264,8 +266,8 @@ class DilatedCache:
         return new
 
     def state_dict(self) -> dict[str, Any]:
-        """The sequences so far, for torch.save and `load_state_dict`. The tensors are on the CPU, and hold only rows
-        that a query can still see."""
+        """The sequences so far, for torch.save and `load_state_dict`. The tensors are on the CPU, and hold only rows to
+        which a query can still attend."""
         progress = self.progress.to("cpu", copy=True)
         rows: list[Tensor] = []
         for b, (position, floor) in enumerate(progress.T.tolist()):
@@ -280,12 +282,13 @@ class DilatedCache:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the sequences of this cache by those of a `state_dict`.
 
-        If the state has a single sequence, it is loaded into every batch entry. The saved cache may have had another
-        max_len or keep. `crop` can then remove the positions that it could remove from both caches.
+        If the state has a single sequence, it is loaded into every batch entry. max_len and keep of the saved cache may
+        differ from those of this cache. `crop` can then remove a position only if it could remove the position from
+        both caches.
 
         Raises:
-            ValueError: if the state comes from a cache of another pattern, shape or dtype, or is too long. This cache
-                then stays as it was.
+            ValueError: if the state comes from a cache with a different pattern, shape or dtype, or is too long. This
+                cache then stays as it was.
         """
         of = state.get("cache") if isinstance(state, dict) else state
         if of != self._described():
@@ -334,9 +337,10 @@ class DilatedCache:
         self.progress.copy_(torch.tensor([positions, floors]))
 
     def _rows_of(self, b: int, position: int, floor: int) -> Tensor:
-        """The keys and values of a batch entry that are kept, (2, rows, D), one buffer after the other.
+        """The keys and values that the cache keeps for a batch entry, (2, rows, D), one buffer after the other.
 
-        position: the number of positions of the sequence. floor: the fewest positions to which `crop` may shorten it.
+        position: the number of positions of the sequence. floor: the smallest number to which `crop` may shorten the
+        sequence.
         """
         entry = self.memory[:, b : b + 1]  # (2, 1, rows, D)
         rows = [entry[:, 0, :0].cpu()]
@@ -349,15 +353,15 @@ class DilatedCache:
     def _put_rows(self, b: int, rows: Tensor, source: CachePlan, position: int, floor: int) -> None:
         """Write rows of a saved sequence into the slots of batch entry b.
 
-        `_rows_of` returned these rows, with the same position and floor, in a cache whose plan was `source`.
+        rows: what `_rows_of` returned in the saved cache, for the same position and floor. source: the saved cache's
+        plan.
         """
         entry = self.memory[:, b : b + 1]  # (2, 1, rows, D)
         by_buffer = rows[:, None].split(_sizes(source, position, floor), dim=2)
         targets = {(x.number, x.phase, x.kv_heads): x for x in self.plan.buffers}
         for buffers, both in zip(source.buffers, by_buffer, strict=True):
             saved = source.kept(buffers, position, floor)
-            # Skip a buffer of which no row was saved, because this cache may not have such a buffer if its max_len is
-            # small.
+            # Skip a buffer of which no row was saved, because with a small max_len this cache may not have the buffer.
             if not saved:
                 continue
             target = targets[buffers.number, buffers.phase, buffers.kv_heads]
@@ -370,7 +374,8 @@ class DilatedCache:
             place(target, numbers, entry, both_2BGLD[..., first - saved.start :, :])
 
     def _described(self) -> dict[str, Any]:
-        """What must be equal in two caches so that one can load the other's state, in types that torch.load accepts."""
+        """The properties that two caches must share so that one can load the other's state, in types that torch.load
+        accepts."""
         plan = self.plan
         return self.pattern.as_dict() | {
             "num_heads": plan.num_heads,
@@ -455,7 +460,7 @@ def _plan(
 
 
 def _sizes(plan: CachePlan, position: int, floor: int) -> list[int]:
-    """For each entry of `plan.buffers`: how many rows of a sequence it keeps, in all its key/value heads together."""
+    """How many rows of a sequence each entry of `plan.buffers` keeps, summed over the entry's key/value heads."""
     sizes: list[int] = []
     for buffers in plan.buffers:
         num_kept = len(plan.kept(buffers, position, floor))

@@ -4,9 +4,9 @@ A tile is a block of queries times keys that the kernel computes in one call. A 
 that travel to other ranks.
 
 An example: a forward on the later of two ranks that share a causal segment. `print(program)` shows the steps on the
-left. Each is carried out by the method of its name.
+left. The method with the name of a step carries out the step.
 
-    pack     own chunks of K and V            copy to a buffer the own key and value rows that the dilation selects
+    pack     own chunks of K and V            copy the own key and value rows that the dilation selects to a buffer
     take     received chunks of K and V       allocate a buffer for the other rank's key and value rows
     post     hop 1, keys and values           both ranks start to send and to receive
     compute  own queries x own chunk          meanwhile the kernel computes a partial, (B, H, M, D) and (B, H, M)
@@ -47,8 +47,8 @@ class ExecutorOptions(NamedTuple):
     """The options by which a rank carries out its programs.
 
     kernel: computes tiles. scale: multiplies the scores. link: sends and receives chunks. dealer: exchanges heads for
-    positions between ranks. factor: multiplies dq before dq is rounded, because without the factor dq may overflow
-    float16. program: the function that makes the program (the steps) of a stage.
+    positions between ranks. factor: applied to dq before dq is rounded, because the unscaled dq may overflow float16.
+    program: the function that makes the program (the steps) of a stage.
     """
 
     kernel: Kernel
@@ -132,9 +132,9 @@ class _Executor:
         # (B, G, L, D).
         self.results: dict[str, Tensor] = {}
 
-        # `merging`: the kernel's functions that merge or add the results of many tiles at once, or None if the kernel
-        # has no such functions. `kept`: by the name of the accumulator, the results that these functions have not yet
-        # merged or added.
+        # `merging`: the kernel's functions that merge or add the results of many tiles in one pass, or None if the
+        # kernel has none. `kept`: by the name of the accumulator, the results that these functions have not yet merged
+        # or added.
         self.merging = self.kernel.merging(query)
         self.kept: dict[str, list[TileRows]] = {}
 
@@ -182,7 +182,7 @@ class _Executor:
         return self.alive
 
     def distances(self) -> tuple[int, int]:
-        """The bytes from one position to the next: in query, and in key and value, as the kernel gets these tensors.
+        """The distance in bytes between neighbouring positions, in query and in key and value, as the kernel gets them.
 
         If ranks exchange heads for positions, the kernel gets the contiguous tensors that `to_heads` returns.
         """
@@ -209,11 +209,11 @@ class _Executor:
         return rows_view(x, rows)
 
     def block(self, buffer: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Keys and values, or their gradients, of a block of a buffer: (B, G, L, D) each."""
+        """A block of a buffer as two views, keys and values, or the gradients of both: (B, G, L, D) each."""
         return block_views(buffer, block, self.batch, self.head_dim)
 
     def slice_of(self, where: BufferSlice) -> Tensor:
-        """A view of the slice of a buffer in which a message lies: (units · B · D,)."""
+        """The part of a buffer that holds one message, as a view: (units · B · D,)."""
         unit = self.batch * self.head_dim
         buffer = self.alive[where.name]
         return buffer.narrow(0, where.start * unit, where.message.size * unit)
@@ -227,7 +227,7 @@ class _Executor:
     # first.
 
     def deal(self, step: steps.Deal) -> None:
-        """Exchange a tensor (B, N, H, D) with other ranks for (B, T, h, D), or back: see `to_heads` below."""
+        """Exchange the heads of a tensor for positions (`to_heads` below), or positions for heads (`to_positions`)."""
         dealing = self.dealing
         dealer = self.options.dealer
         assert dealing is not None
@@ -277,7 +277,7 @@ class _Executor:
             self.posted[step.ticket] = both, both
 
     def wait(self, step: steps.Wait) -> None:
-        """Wait until the messages of a post have been sent, have been received, or both."""
+        """Wait until the messages of a `Post` step have been sent, have been received, or both."""
         sent, received = self.posted[step.ticket]
         if step.sent:
             sent.wait()
@@ -520,7 +520,7 @@ class _Executor:
     def finish(self, step: steps.Finish) -> None:
         """Round an accumulator to the dtype of the result."""
         if step.name == "dq" and self.options.factor != 1:
-            # Multiply dq before it is rounded below, because without the factor dq may overflow float16.
+            # Apply the factor before dq is rounded below: the unscaled dq may overflow float16.
             self.alive["dq"].mul_(self.options.factor)
 
         dtype = self.sum_dtype if step.name == "lse" else self.dtype
@@ -530,9 +530,9 @@ class _Executor:
 def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:
     """Exchange heads for positions within a group of p ranks (plan/dealing.py).
 
-    The rank gives (B, N, H, D), all H heads of its own N positions. It gets (B, T, h, D), h = H / p heads of all T
-    positions of the group, in the order of the sequence. lse and dlse have no dim D. In the comments, n is the number
-    of positions of another rank of the group. moment: the text by which an error refers to this exchange.
+    The argument is (B, N, H, D): all H heads of this rank's N positions. The result is (B, T, h, D): h = H / p heads of
+    the group's T positions, in sequence order. lse and dlse have no dim D. In the comments, n is the number of
+    positions of another rank of the group. moment: the text by which an error refers to this exchange.
 
     An example: two ranks own two positions each, with two heads. "1.3" is the row of head 1 at position 3:
 
@@ -543,20 +543,20 @@ def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> T
     batch, _, num_heads, *dims = x_BNHD.shape
     share = num_heads // dealing.size
 
-    # `leaving`: for each rank of the group, the tensor that this rank sends there, (B · N · h · D,): this rank's
-    # positions, with the heads that the receiver computes.
+    # `leaving[i]`: the tensor that this rank sends to rank i of the group, (B · N · h · D,). It has this rank's
+    # positions and the heads that rank i computes.
     leaving = [x.flatten() for x in x_BNHD.split(share, dim=2)]
     sizes = [batch * length * share * math.prod(dims) for length in dealing.lengths]
     received = dealer.all_to_all_single(leaving, sizes, x_BNHD, moment)
     del leaving  # Free this memory now, because the results need as much.
 
-    # `rows_of_place`: for each rank of the group, the tensor that this rank got from there, (B, n, h, D): the sender's
-    # positions, with the heads that this rank computes.
+    # `rows_of_place[i]`: the tensor received from rank i of the group, (B, n, h, D). It has the positions of rank i and
+    # the heads that this rank computes.
     rows_of_place: list[Tensor] = []
     for x, length in zip(received, dealing.lengths, strict=True):
         rows_of_place.append(x.view(batch, length, share, *dims))
 
-    # Start with an empty tensor, because `cat` needs at least one tensor, and a group may own no position at all.
+    # Start with an empty tensor, because `cat` needs at least one tensor, and a group may own no positions.
     in_order = [rows_of_place[0][:, :0]]
     for place, first, num_rows in dealing.runs:
         in_order.append(rows_of_place[place].narrow(1, first, num_rows))
@@ -564,26 +564,26 @@ def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> T
 
 
 def to_positions(x_BThD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:
-    """The way back from `to_heads`: the rank gives (B, T, h, D), some heads of all positions of its group, and gets
-    (B, N, H, D), all heads of its own positions."""
+    """The inverse of `to_heads`. The argument is (B, T, h, D): some heads of all the group's positions. The result is
+    (B, N, H, D): all heads of this rank's positions."""
     batch, _, share, *dims = x_BThD.shape
     runs = x_BThD.split([num_rows for _, _, num_rows in dealing.runs], dim=1)
 
-    # `rows_of_place`: for each rank of the group, the runs of consecutive positions that the rank owns, (B, rows, h, D)
+    # `rows_of_place[i]`: a list of the runs of consecutive positions that rank i of the group owns, (B, rows, h, D)
     # each.
     rows_of_place = [[x_BThD[:, :0]] for _ in dealing.lengths]
     for (place, _, _), rows in zip(dealing.runs, runs, strict=True):
         rows_of_place[place].append(rows)
 
-    # `leaving`: for each rank of the group, the tensor that this rank sends there, (B · n · h · D,): the receiver's
-    # positions, with the heads that this rank computed.
+    # `leaving[i]`: the tensor that this rank sends to rank i of the group, (B · n · h · D,). It has the positions of
+    # rank i and the heads that this rank computed.
     leaving = [torch.cat(rows, dim=1).flatten() for rows in rows_of_place]
     num_own = dealing.lengths[dealing.place]
     sizes = [batch * num_own * share * math.prod(dims)] * dealing.size
     received = dealer.all_to_all_single(leaving, sizes, x_BThD, moment)
     del leaving
 
-    # `heads_of_place`: for each rank of the group, the tensor that this rank got from there, (B, N, h, D): this rank's
-    # positions, with the heads that the sender computed.
+    # `heads_of_place[i]`: the tensor received from rank i of the group, (B, N, h, D). It has this rank's positions and
+    # the heads that rank i computed.
     heads_of_place = [x.view(batch, num_own, share, *dims) for x in received]
     return torch.cat(heads_of_place, dim=2)

@@ -9,10 +9,10 @@ from ..plan.plan import Message
 
 
 class Pending(Protocol):
-    """Messages that have been started and may not have arrived."""
+    """Messages that a rank has started to send or to receive, and that may not have arrived yet."""
 
     def wait(self) -> None:
-        """Return when the messages have been sent and received. A second call returns at once."""
+        """Return when the messages have been sent and received. A second call returns immediately."""
 
 
 # Each entry is a contiguous tensor to send or to fill, and its message.
@@ -28,8 +28,8 @@ class Link(Protocol):
     def carry_apart(
         self, sends: Messages, receives: Messages, moment: str
     ) -> tuple[Pending, Pending]:
-        """As `carry`, but returns the sent and the received messages separately, so that the caller can wait for
-        each."""
+        """Like `carry`, but returns one `Pending` for the sends and one for the receives, so that the caller can wait
+        for either."""
 
 
 class Dealer(Protocol):
@@ -40,8 +40,8 @@ class Dealer(Protocol):
     ) -> list[Tensor]:
         """Send the flat tensor tensors[i] to rank i, for every rank i of the group. Tensors may be empty.
 
-        Returns the flat tensors received from all ranks, with sizes[i] elements from rank i. like: a tensor that has
-        the dtype and device of all these tensors. moment: the text by which an error refers to this exchange.
+        Returns the flat tensors received from all ranks, with sizes[i] elements from rank i. like: a tensor with the
+        dtype and device of the sent and received tensors. moment: the text by which an error refers to this exchange.
         """
 
 

@@ -1,7 +1,7 @@
 """Merges partials. A partial is (out, lse) of queries over some of their keys. (0, -inf) is a partial over no keys.
 
 A *tile* is a block of queries times keys that a kernel computes in one call. The last three functions read or write the
-rows of many tiles at once. `kernels/rows_at_once.py` computes the same in one GPU kernel each.
+rows of many tiles. For each of them, `kernels/rows_at_once.py` has one GPU kernel that computes the same results.
 
 B batch, N positions, H query heads, G key/value heads, M rows of a tile, D head dim.
 """
@@ -18,8 +18,8 @@ from .views import accumulator_dtype, rows_view
 def merge_(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> None:
     """Merge a partial into (out, lse), in place. out is (..., D), float32 or float64. lse is (...).
 
-    Each merge rounds lse, and the errors add up in p = exp(score - lse). For many merges pass lse in float64, whatever
-    the dtype of the partial.
+    Each merge rounds lse, and the rounding errors add up in p = exp(score - lse). If there are many merges, pass lse in
+    float64, even if the partial is float32.
 
     A key that is in both partials counts twice. The formula of a merge is:
 
@@ -37,7 +37,7 @@ def merge_(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -
 
 
 def merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge P partials at once: outs (P, ..., D) and lses (P, ...) to out (..., D) and lse (...)."""
+    """Merge P partials, outs (P, ..., D) and lses (P, ...), into out (..., D) and lse (...)."""
     lse = lses.logsumexp(0)
     # Set the weight of a partial over no keys to 0, because the difference may be (-inf) - (-inf), which is NaN.
     weights = (lses - lse).exp_().masked_fill_(lses == -torch.inf, 0)
@@ -68,8 +68,9 @@ def merge_rows(
 def add_rows(sums: Sequence[GradientSum], factor: float, *, adds: bool) -> None:
     """Add up the gradients of tiles, and write each sum into some heads of dq, dk or dv.
 
-    sums: for dq, dk and dv in this order, or for dq alone. factor: multiplies the new gradients of dq. adds: whether
-    dq, dk and dv already hold sums, to which the new sums are added. If not, a row that is in no tile gets 0.
+    sums: the sums for dq, dk and dv in this order, or only the sum for dq. factor: multiplies the new gradients of dq.
+    adds: whether dq, dk and dv already hold sums, to which the new sums are added. If not, a row that is in no tile
+    gets 0.
     """
     for i, (total_BNHD, gradients, heads) in enumerate(sums):
         sum_BNHD = torch.zeros_like(total_BNHD, dtype=accumulator_dtype(total_BNHD.dtype))
@@ -88,7 +89,7 @@ def lay_out_rows(
 ) -> None:
     """Copy each tile's rows of dout, out and lse into the three tensors of the tile.
 
-    A tile's tensor for lse may have more rows than the tile. The additional rows are left as they are. heads: the heads
+    A tile's tensor for lse may have more rows than the tile. The additional rows are left unchanged. heads: the heads
     of all tiles.
     """
     for tile in tiles:

@@ -25,7 +25,8 @@ def on_device(x: Tensor, device: torch.device) -> Tensor:
 def with_unit_stride(x: Tensor) -> Tensor:
     """x itself if its last stride is 1, as kernels need it, else a contiguous copy.
 
-    `x.contiguous()` would not do: if the last dim has size 1, it may return x as it is, with another stride.
+    `x.contiguous()` is not enough: if the last dim has size 1, it may return x unchanged, with a last stride that is
+    not 1.
     """
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
@@ -33,8 +34,8 @@ def with_unit_stride(x: Tensor) -> Tensor:
 def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
     """The rows as a view (B·S, heads, M, D), or (B·S, heads, M) if the tensor is (B, N, H).
 
-    Nothing is copied. So if there are several batch entries and several segments, one stride must lead from each
-    segment to the next, across batch entries too (`folds`).
+    Nothing is copied. So with several batch entries and several segments, the distance in memory from a segment to the
+    next must be the same everywhere, across batch entries too (`folds`).
     """
     heads, first, shift, step, num_rows, segments, segment_step = rows
     batch = x_BNHD.shape[0]
@@ -57,9 +58,9 @@ def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
 
 
 def folds(x_BN: Tensor) -> bool:
-    """Whether each batch entry begins in memory where the one before ends.
+    """Whether each batch entry begins in memory where the previous entry ends.
 
-    If the segments also fill an entry without a remainder, one stride leads from each segment to the next, across
+    If a whole number of segments also fills each entry, a single stride leads from each segment to the next, across
     entries.
     """
     return x_BN.shape[0] == 1 or x_BN.stride(0) == x_BN.shape[1] * x_BN.stride(1)
@@ -69,7 +70,7 @@ def block_views(buffer: Tensor, block: Block, batch: int, head_dim: int) -> tupl
     """Keys and values (or their gradients) of a block of a flat buffer, each (B, heads, M, D)."""
     unit = batch * head_dim
     start = block.offset * unit
-    size = 2 * block.num_heads * block.num_rows * unit  # of keys and values together
+    size = 2 * block.num_heads * block.num_rows * unit  # size of the keys and values together
 
     both = buffer[start : start + size]
     both_2BGMD = both.view(2, batch, block.num_heads, block.num_rows, head_dim)
