@@ -75,7 +75,7 @@ class HeadGroup(NamedTuple):
 
     @property
     def phases(self) -> range:
-        """The phases that the heads of the group read: a single phase, or on a diagonal one for each head."""
+        """The phases that the heads of the group read: a single phase, or on a diagonal one phase for each head."""
         num_phases = len(self.query_heads) if self.phase_step else 1
         return range(self.phase, self.phase + num_phases)
 
@@ -153,8 +153,8 @@ class DilatedPattern:
         """The pattern as a JSON string, from which `from_text` makes the pattern again. PyTorch's custom ops take
         strings, but not patterns.
 
-        The text is not a field, because FSDP copies a dataclass among a module's inputs: it calls the constructor with
-        all fields, and this constructor takes no text.
+        The text is not a field, because FSDP copies a dataclass in a module's inputs by a call of the constructor with
+        all fields, and the constructor takes no text.
         """
         return json.dumps(self.as_dict())
 
@@ -275,7 +275,7 @@ class DilatedPattern:
         return range(start, start + size + (branch < larger))
 
     def phase_of(self, branch: int, head: int, num_heads: int) -> int | None:
-        """The phase that a query head reads in a branch, or None if it does not run the branch."""
+        """The phase that a query head reads in a branch, or None if the head does not run the branch."""
         rate = self.branches[branch].dilation_rate
         if head not in self.heads_of(branch, num_heads):
             return None

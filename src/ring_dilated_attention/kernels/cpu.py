@@ -32,7 +32,8 @@ def why_not(query: Tensor) -> str | None:
 
 
 def merging(query: Tensor) -> None:
-    """Return None: the caller then merges each result as soon as it is computed, while it is in the CPU's cache."""
+    """Return None: the caller then merges each result as soon as it is computed, while the result is in the CPU's
+    cache."""
 
 
 def takes_short_rows(dtype: torch.dtype) -> bool:

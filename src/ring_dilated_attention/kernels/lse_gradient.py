@@ -5,7 +5,7 @@ delta were delta - dlse. So we add one column to the op's inputs. q, k and v are
 dout is 1. Only delta changes, by -dlse.
 
 dlse is float32, and a single column of 16 bits would round it. So 16-bit inputs get three columns, whose products
-dout * out add up to -dlse. dout is the same power of 2 in all three, because -dlse itself may be beyond float16
+dout * out add up to -dlse. dout is the same power of 2 in all three, because -dlse itself may be too large for float16
 (GradScaler begins with 65,536). In out, the first column is -dlse / dout, rounded to 16 bits. The second column is the
 error of the first, and the third is the error that the first two leave. Both are rounded too.
 """

@@ -64,8 +64,8 @@ def _pointers(fields, b_N, k, m_N, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     The tensor's three strides follow it."""
     pointer = tl.load(fields).to(tl.pointer_type(DTYPE))
     stride_b, stride_h, stride_m = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
-    # If every row begins at a multiple of 16 bytes, tell the compiler. ALIGNED is then the number of elements in 16
-    # bytes, otherwise it is 1.
+    # Tell the compiler if every row begins at a multiple of 16 bytes. In this case ALIGNED is the number of elements in
+    # 16 bytes, otherwise 1.
     if ALIGNED > 1:
         pointer = tl.multiple_of(pointer, 16)
         stride_b = tl.multiple_of(stride_b, ALIGNED)

@@ -223,8 +223,8 @@ class _Executor:
         ratio = self.plan.num_heads // self.plan.num_kv_heads
         return range(kv_heads.start * ratio, kv_heads.stop * ratio)
 
-    # Each method below carries out the kind of step that has its name. The steps of the exchange between ranks come
-    # first.
+    # Each method below carries out the steps of one kind, which has the method's name. The first methods exchange
+    # tensors between ranks.
 
     def deal(self, step: steps.Deal) -> None:
         """Exchange the heads of a tensor for positions (`to_heads` below), or positions for heads (`to_positions`)."""
@@ -341,7 +341,8 @@ class _Executor:
         return key, value
 
     def copied(self, step: steps.Compute, name: str, rows: Tensor) -> Tensor:
-        """The rows as the kernel reads them: reversed if the mask is FROM_END, and copied if `step.copied` has `name`.
+        """The rows as the kernel reads them: reversed if the mask is FROM_END, and copied if `step.copied` contains
+        `name`.
 
         Reversed rows are always a copy.
         """

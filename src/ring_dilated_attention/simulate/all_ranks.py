@@ -1,7 +1,7 @@
 """Runs all ranks of a sequence in one process, with the plans and programs of real ranks. Nothing is sent.
 
-Each rank is a thread. Only one thread runs at a time, until it has to wait for a message. A message is a copy from the
-sender's buffer into the receiver's.
+Each rank is a thread. Only one thread runs at a time, until it has to wait for a message. A message is delivered as a
+copy from the sender's buffer to the receiver's buffer.
 """
 
 import threading
@@ -28,7 +28,8 @@ from ..run import executor
 from ..run.executor import ExecutorOptions
 from ..run.link_contract import Messages, Pending
 
-# A rank's tensors in a call: its rows of query, key and value, or in a backward of each tensor in `BackwardRows`.
+# A rank's rows of the tensors in a call: of query, key and value in a forward, of all tensors in `BackwardRows` in a
+# backward.
 Given = Sequence[Tensor | None]
 
 
@@ -53,7 +54,7 @@ def all_ranks(
         out = dilated_attention(query, key, value, pattern, parallel=parallel)  # full tensors in, full tensors out
 
     Args:
-        sharding, align, lengths: how the ranks share the sequence, as `ContextParallel` takes them.
+        sharding, align, lengths: how the sequence is divided among the ranks, as in `ContextParallel`.
 
     Raises:
         ValueError: for a number of ranks below 1, an unknown sharding, and lengths that do not fit the ranks.
@@ -72,9 +73,9 @@ class _Stopped(RuntimeError):
 class Wires:
     """The state that the threads of the simulated ranks share. A thread runs only while it holds the lock `turn`.
 
-    sends: the tensors of sends whose receive has not started. receives: the tensors of receives whose send has not
-    started. waiting: the events for which threads wait. error: the error of a rank that failed, or None. bytes_sent: by
-    rank.
+    sends: the tensors of sends without a started receive. receives: the tensors of receives without a started send.
+    waiting: the events for which threads wait. error: the error of a rank that failed, or None. bytes_sent: how many
+    bytes each rank has sent.
     """
 
     def __init__(self) -> None:
@@ -88,7 +89,8 @@ class Wires:
     def post(self, pair: tuple[int, int], tensor: Tensor, is_send: bool) -> threading.Event:
         """Start a send or a receive of `tensor` between `pair` (sender, receiver). Returns an event, set on delivery.
 
-        The tensor of a pair's k-th send is copied to the tensor of its k-th receive, as soon as both have started.
+        For each pair, the tensor of the k-th send is copied to the tensor of the k-th receive, as soon as this send and
+        this receive have started.
         """
         sends = self.sends[pair]
         receives = self.receives[pair]
@@ -117,7 +119,8 @@ class Wires:
 
 
 class SimulatedPending:
-    """Messages that a simulated rank has started. Their tensors are kept until `wait` returns, as on a real rank."""
+    """Messages that a simulated rank has started. The messages' tensors are kept alive until `wait` returns, as on a
+    real rank."""
 
     def __init__(self, wires: Wires, events: list[threading.Event], tensors: list[Tensor]) -> None:
         self.wires = wires
@@ -150,8 +153,8 @@ class SimulatedLink:
 def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
     """A context manager that runs its block on a stream, in a thread that `run_in_turn` started.
 
-    After the block the thread stays on the stream's GPU. The thread began on GPU 0, but going back to GPU 0 would open
-    a CUDA context of half a GB there. (No GPU has run this.)
+    After the block the thread stays on the stream's GPU. The thread began on GPU 0, but does not return to GPU 0,
+    because that would open a CUDA context of half a GB. (No GPU has run this.)
     """
     torch.cuda.set_device(stream.device)
     with torch.cuda.stream(stream):
@@ -189,7 +192,8 @@ def run_in_turn(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> l
 
 
 class SimulatedRanks(Ranks):
-    """Runs all ranks in this process. Calls take and return full tensors, and each rank gets its rows of them."""
+    """Runs all ranks in this process. Calls take and return full tensors, and each rank computes with its own rows of
+    these tensors."""
 
     name = "simulated"
 

@@ -14,7 +14,7 @@ from .all_ranks import Given, SimulatedLink, SimulatedRanks
 
 
 class MemoryUse(NamedTuple):
-    """The bytes that a rank sent in all (`sent_bytes`), and the most bytes that it held at once (`peak_bytes`)."""
+    """The total bytes that a rank sent (`sent_bytes`), and the peak of the bytes that it held (`peak_bytes`)."""
 
     rank: int
     world_size: int
@@ -66,10 +66,10 @@ def measuring(parallel: ContextParallel) -> Iterator[list[MemoryUse]]:
 
 
 class Held(TorchDispatchMode):
-    """Counts the bytes that exist at once in this thread: the given rows, and all storages that ops have returned and
-    that are still alive.
+    """Counts the bytes of the tensors that are alive in this thread: the rank's rows of the call's tensors, and all
+    storages that ops have returned.
 
-    Memory that an op allocates and frees by itself, such as a kernel's scratch or a cast inside a sum, does not count.
+    Memory that an op allocates and frees internally, such as a kernel's scratch or a cast inside a sum, does not count.
     """
 
     def __init__(self, rows: Given) -> None:
@@ -90,8 +90,8 @@ class Held(TorchDispatchMode):
         )
         known = {storage._cdata for storage in given}
         for storage in made:
-            # Skip a result that has the storage of an argument, because a view, or what was written in place, takes no
-            # new memory.
+            # Skip a result that shares its storage with an argument, because a view or an in-place result takes no new
+            # memory.
             if storage._cdata not in known:
                 known.add(storage._cdata)
                 self._hold(storage.nbytes())

@@ -1,5 +1,5 @@
-"""Runs one rank of a job of any size, by the plan that this rank would have in the job. The keys and values that the
-other ranks would send are made when they are needed.
+"""Runs one rank of a job of any size, by the plan that this rank would have in the job. An `OtherRanks` object makes
+the keys and values that the other ranks would send, when they are needed.
 
 A chunk is the keys and values that one rank sends to others, packed into one flat tensor.
 
@@ -31,8 +31,8 @@ class GlobalChunk(NamedTuple):
     """The chunk that a message carries: keys and values of the rank `owner`, or their gradients.
 
     branch, origin, lane: the ring to which the chunk belongs (`plan/rings.py`).
-    size: how many numbers the chunk contains, for a batch of 1 and a head dim of 1.
-    rows: pairs (the global positions and heads of some rows, the place of these rows in the chunk).
+    size: the number of elements of the chunk if the batch and the head dim are 1.
+    rows: for each block of the chunk, the global positions and heads of its rows, and the block itself.
     """
 
     owner: int
@@ -61,25 +61,25 @@ def chunk_finder(job: Job, rank: int) -> Callable[[Message], GlobalChunk]:
 
 
 class OtherRanks:
-    """Stands for all ranks but the running rank. A subclass defines the keys and values that these ranks send.
+    """Stands in for all ranks except the running rank. A subclass defines the keys and values that these ranks send.
 
     These ranks add nothing to the gradients of the running rank's keys and values, unless the subclass overrides
     `gradient_home`.
     """
 
     def keys_and_values(self, positions_GM: Tensor, heads_G1: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, G, M, D) at these global positions of these key/value heads."""
+        """Return keys and values, (B, G, M, D) each, for the given global positions and key/value heads."""
         raise NotImplementedError
 
     def take_gradient(self, chunk: GlobalChunk, gradient: Tensor) -> None:
         """Called when the running rank sends its part of the gradient of another rank's chunk. A subclass may override
         it, to look at the gradient.
 
-        gradient: a flat tensor, laid out by `chunk.rows`. Copy the tensor to keep it, because its memory is used again.
+        gradient: a flat tensor, laid out by `chunk.rows`. To keep the tensor, copy it, because its memory is reused.
         """
 
     def gradient_home(self, chunk: GlobalChunk) -> Tensor | None:
-        """What the other ranks together add to the gradient of the running rank's `chunk`, or None for zero.
+        """The sum of the other ranks' gradients of the running rank's `chunk`, or None for zero.
 
         The sum is a flat tensor, laid out by `chunk.rows`.
         """
@@ -95,15 +95,16 @@ def one_rank(
     align: int = 1,
     lengths: Sequence[int] | None = None,
 ) -> Simulated:
-    """A context that runs one rank of a larger job, on its rows. Without `lengths` ranks own equally many positions.
+    """A context that runs one rank of a larger job, on its rows. Without `lengths` every rank owns the same number of
+    positions.
 
     Args:
-        others: makes the keys and values that the other ranks send, and takes the gradients that this rank sends.
-        sharding, align, lengths: how the ranks share the sequence, as `ContextParallel` takes them.
+        others: makes the keys and values that the other ranks send, and receives the gradients that this rank sends.
+        sharding, align, lengths: how the sequence is divided among the ranks, as in `ContextParallel`.
 
     Raises:
-        ValueError: for a rank outside 0 to num_ranks - 1, for `others` of another type, and for arguments that
-            `all_ranks` refuses.
+        ValueError: for a rank outside 0 to num_ranks - 1, for `others` that is not an `OtherRanks`, and for arguments
+            that `all_ranks` refuses.
     """
     cut = cut_of(num_ranks, sharding, align, lengths)
     if not is_integer(rank) or not 0 <= rank < num_ranks:
@@ -123,8 +124,8 @@ class Delivered:
 
 
 class OneRankLink:
-    """The link of the running rank. Its receives get at once what `others` makes, and `others` gets the gradients that
-    the rank sends."""
+    """The link of the running rank. A receive is filled immediately with what `others` makes. Gradients that the rank
+    sends are passed to `others`."""
 
     def __init__(
         self, rank: int, others: OtherRanks, chunk_of: Callable[[Message], GlobalChunk]
@@ -141,8 +142,8 @@ class OneRankLink:
             if not message.is_gradient:
                 self._make_chunk(x, self.chunk_of(message))
             else:
-                # Fill the gradient of the running rank's own chunk with what the other ranks add to it. The gradient of
-                # another rank's chunk starts from zero.
+                # If the chunk is the running rank's own, receive the sum of the other ranks' gradients. If it is
+                # another rank's chunk, receive zeros, to which the running rank adds its gradient.
                 is_home = message.owner == self.rank
                 gradient = self.others.gradient_home(self.chunk_of(message)) if is_home else None
                 x.zero_() if gradient is None else x.copy_(gradient)
@@ -175,8 +176,8 @@ def grid(rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 class OneRank(Ranks):
-    """One rank of a larger job, which runs on its own rows. All ranks are taken to have equally many rows, unless the
-    context was made with `lengths`."""
+    """One rank of a larger job, which runs on its own rows. Every rank is assumed to have the same number of rows,
+    unless the context was made with `lengths`."""
 
     name = "simulated"
 

@@ -1,10 +1,10 @@
 """Counts the bytes that one rank holds in an attention call, without computing it.
 
 The rank's programs (the steps of its forward and backward) are carried out on tensors of the device "meta", which have
-sizes but no data. The bytes that exist at once are counted.
+sizes but no data. The result is the peak of the bytes that are alive.
 
-A tile is some query rows and the key rows that they attend to. B batch (in a tile: segments too), N positions, H query
-heads, G key/value heads, M query rows, L key rows, D head dim.
+A tile is some query rows and the key rows that they attend to. B batch (in a tile, each segment counts as a batch
+entry), N positions, H query heads, G key/value heads, M query rows, L key rows, D head dim.
 """
 
 from collections import Counter
@@ -44,13 +44,13 @@ from .measuring import Held
 
 # `_with_few_hops` shortens plans that have more than MOST_HOPS hops (exchanges with neighbours in a ring).
 MOST_HOPS = 64
-DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by the bytes of one number
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by the bytes per element
 
 
 class AttentionWeight(NamedTuple):
     """Bytes that one rank holds in a call.
 
-    forward, backward: the most bytes that the rank holds at once in the forward, and in the backward.
+    forward, backward: the peak of the bytes that the rank holds in the forward, and in the backward.
     given_forward: the bytes of query, key and value.
     given_backward: the bytes of query, key, value, out, lse and out's gradient.
     """
@@ -66,7 +66,7 @@ class AttentionWeight(NamedTuple):
 
 
 class MetaKernel:
-    """Stands for a kernel. It makes results of the shapes, dtypes and strides that `kernels/contract.py` states, and
+    """Stands in for a kernel. It makes results of the shapes, dtypes and strides that `kernels/contract.py` states, and
     allocates the kernel's scratch, but computes nothing."""
 
     ops: Callable[[Tensor], dict[str, str | None]] | None = None
@@ -85,8 +85,8 @@ class MetaKernel:
         return self.NAME != "cpu"
 
     def merging(self, query: Tensor) -> Merging | None:
-        """Functions that do nothing for "sdpa", because the Triton kernels of "sdpa" allocate no memory. None for
-        "cpu"."""
+        """For "sdpa", functions without effect, because the Triton kernels of "sdpa" allocate no memory. For "cpu",
+        None."""
         if self.NAME != "sdpa":
             return None
         return Merging(_nothing, _nothing, _nothing)
@@ -109,14 +109,14 @@ class MetaKernel:
         return gradients
 
     def _take_scratch(self, q_BHMD: Tensor, k_BGLD: Tensor, dout_BHMD: Tensor | None) -> None:
-        """Allocate the kernel's scratch and free it at once. The results exist already, so the peak contains
+        """Allocate the kernel's scratch and free it immediately. The results exist already, so the peak contains both
         results and scratch."""
         num_bytes = self.TRAITS.scratch(q_BHMD, k_BGLD, dout_BHMD, self.num_threads)
         q_BHMD.new_empty(num_bytes, dtype=torch.uint8)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for the functions that merge, add or copy rows. The tensors have no data, so there is nothing to do."""
+    """Stands in for the functions that merge, add or copy rows. The tensors have no data, so there is nothing to do."""
 
 
 def _empty_like(x_BHMD: Tensor) -> Tensor:
@@ -126,8 +126,8 @@ def _empty_like(x_BHMD: Tensor) -> Tensor:
 
 
 class MetaDealer:
-    """Stands for the connection to the ranks that exchange heads for positions (plan/dealing.py). It returns empty
-    tensors of the sizes that these ranks would send."""
+    """Stands in for the connection to the ranks that exchange heads for positions (plan/dealing.py). It returns empty
+    tensors of the sizes that a real exchange would return."""
 
     def all_to_all_single(
         self, tensors: Any, sizes: Any, like: Tensor, moment: str
@@ -166,10 +166,10 @@ def weigh_attention(rank_plan: RankPlan, sizes: Sizes, kernel: str) -> Attention
 def brief_program(plan: Plan, stage: str, facts: CallFacts) -> Iterator[Step]:
     """A shorter program of the stage ("forward" or "backward") with the same peak of memory.
 
-    It has only two kernel calls of each kind, and all calls whose results are kept. Two calls are enough for the peak:
-    the second runs while the results of the first are held. Calls are of one kind if they have equal sizes and strides,
-    equal uses of their results, and if the buffers that exist meanwhile have the same total size. Steps that neither
-    allocate nor free memory are left out.
+    It has all kernel calls with results that are kept, and of the other calls only two of each kind. Two calls are
+    enough for the peak: the second runs while the results of the first are alive. Two calls are of the same kind if
+    their sizes, strides and uses of the results are equal, and if the buffers alive during the calls have the same
+    total size. Steps that neither allocate nor free memory are left out.
     """
     program = make_program(plan, stage, facts)
     buffers: dict[str, int] = {}
@@ -198,7 +198,7 @@ def brief_program(plan: Plan, stage: str, facts: CallFacts) -> Iterator[Step]:
 
 
 def _kind(tile: Tile) -> tuple[object, ...]:
-    """A value that is equal for tiles that differ only in the places of their rows. Tiles are grouped by it."""
+    """A key by which tiles are grouped. Tiles that differ only in where their rows lie have equal keys."""
     query = tile.query._replace(first=0, heads=range(len(tile.query.heads)))
     if isinstance(tile.key, Rows):
         return query, tile.key._replace(first=0, heads=range(len(tile.key.heads)))
@@ -208,8 +208,8 @@ def _kind(tile: Tile) -> tuple[object, ...]:
 def _with_few_hops(plan: Plan) -> Plan:
     """The plan itself, or, if it has more than MOST_HOPS hops, a plan with only two hops of each kind and the last hop.
 
-    Hops are of one kind if their tiles are of the same kinds (`_kind`), and if the messages in which this rank sends
-    its own keys and values have the same sizes.
+    Two hops are of the same kind if their tiles are of the same kinds (`_kind`), and if this rank sends its own keys
+    and values in messages of the same sizes.
     """
     if len(plan.hops) <= MOST_HOPS:
         return plan
