@@ -95,9 +95,9 @@ class DilatedPattern:
             of w.
         dilation_rates: the dilation rate r of each branch.
         window: the length of a sliding window, which all heads run as an additional branch; None for no window. In a
-            causal pattern a query sees the last `window` positions, including its own (Mistral, Gemma). Otherwise a
-            query sees all positions at most `window // 2` away (ModernBERT).
-        is_causal: whether queries see no later keys.
+            causal pattern a query attends to the last `window` positions, including its own (Mistral, Gemma). Otherwise
+            it attends to all positions at most `window // 2` away (ModernBERT).
+        is_causal: whether a query attends only to its own and earlier positions.
         phase: the rule for which phase head h of H heads reads. "modulo": phase h mod r, as in the paper. "blocked":
             phase h // ceil(H / r), as in torchscale.
         heads: "all" runs every branch on every head (LongNet). "split" cuts the heads into contiguous groups of
@@ -172,8 +172,8 @@ class DilatedPattern:
     def sliding(cls, window: int, *, is_causal: bool = False) -> "DilatedPattern":
         """A sliding window of `window` positions, and no other branch.
 
-        If is_causal, a query sees the last `window` positions, including its own. Otherwise a query sees all positions
-        at most `window // 2` away.
+        If is_causal, a query attends to the last `window` positions, including its own. Otherwise it attends to all
+        positions at most `window // 2` away.
         """
         return cls((), (), window=window, is_causal=is_causal)
 
@@ -192,8 +192,8 @@ class DilatedPattern:
         """LongNet's rule: segment lengths and rates grow alike, w_i = w_0 * a**i and r_i = a**i, up to max_len.
 
         In branch i a segment has w_0 rows of each phase. Only one query in a**i has the phase that a head reads, so a
-        query sees w_0 / a**i keys on average. Summed over the branches, a query sees fewer than w_0 * a / (a - 1) keys
-        on average. So the work is linear in the length (arXiv 2307.02486, section 2.4).
+        query attends to w_0 / a**i keys on average. Summed over the branches, it attends on average to fewer than w_0 *
+        a / (a - 1) keys. So the work is linear in the length (arXiv 2307.02486, section 2.4).
 
         The paper's experiments (section 4.1) do not follow this rule: lengths (2048, 4096, 8192, 16384, 32768) have the
         rates (1, 2, 4, 6, 12). For these rates, call `DilatedPattern` itself.
@@ -201,8 +201,8 @@ class DilatedPattern:
         If a branch has more phases than there are heads, some phases are read by no head. `explain` lists these phases.
 
         Where a long segment starts, usually a segment of every branch with shorter segments starts too. In a causal
-        pattern, a query right after such a start sees few keys. A `window` lets this query see the keys before the
-        start.
+        pattern, a query right after such a start attends to few keys. With a `window` it also attends to keys before
+        the start.
 
         Args:
             max_len: the longest segment length; a longer sequence has several such segments.
@@ -346,7 +346,7 @@ class DilatedPattern:
                 of ceil((min(w, max_len) - s) / r)
 
         Each term of the sum is the size of one buffer. The buffer holds the rows of one branch, key/value head and
-        phase that the current or a later query can still see. The size does not grow with the sequence.
+        phase to which the current or a later query can still attend. The size does not grow with the sequence.
 
         Args:
             max_len: the length of the longest sequence; None if that length is not known.
@@ -367,17 +367,17 @@ class DilatedPattern:
         return num_rows
 
     def without_keys(self, num_heads: int, lengths: Sequence[int] | None = None) -> tuple[int, int]:
-        """How many (query, head) pairs see no key, and how many pairs were looked at.
+        """How many (query, head) pairs attend to no key, and how many pairs were checked.
 
-        A query sees no key if in no branch its position has the phase that the head reads. Its out is then 0.
+        A query attends to no key if in no branch its position has the phase that the head reads. Its out is then 0.
 
         Args:
             lengths: the lengths of the documents. The default is one document, as long as the period of the pattern.
                 After one period, the phases of all branches repeat. If the period is above 2^20 positions, only the
-                first 2^20 positions of each document are counted (fewer, if heads read more than 64 combinations of
+                first 2^20 positions of each document are checked (fewer, if heads read more than 64 combinations of
                 phases).
         """
-        if self.window is not None:  # in a window every query sees its own position
+        if self.window is not None:  # in a window every query attends to its own position
             return 0, num_heads * sum(lengths if lengths is not None else [1])
         longest = max(lengths) if lengths is not None else math.inf
         # The phase (t mod w) mod r repeats after r positions if r divides w, or if no document is longer than w.
@@ -401,7 +401,8 @@ class DilatedPattern:
         return count, num_heads * sum(lengths)
 
     def _seen(self, phases: Iterable[int | None], length: int) -> bytearray:
-        """For each position, 1 if a query there sees any key, else 0. phases: what the head reads in each branch."""
+        """For each position, 1 if a query there attends to any key, else 0. phases: what the head reads in each
+        branch."""
         seen = bytearray(length)
         for (w, r, _), phase in zip(self.branches, phases, strict=True):
             if phase is not None:
@@ -416,7 +417,7 @@ class DilatedPattern:
     def explain(self, num_heads: int, lengths: Sequence[int] | None = None) -> str:
         """One line per branch: which heads read which phases, and which phases no head reads.
 
-        If some queries see no key, a last line gives their share.
+        If some queries attend to no key, a last line gives the fraction of these queries.
 
         lengths: the lengths of the documents, as in `without_keys`.
         """
@@ -515,7 +516,7 @@ def is_finite_number(value: object) -> bool:
 
 
 def _within(heads: range, held: range | None) -> tuple[int, range]:
-    """Keep those of `heads` that are in `held` (None keeps all), and subtract held.start from their numbers.
+    """Keep the heads that are also in `held` (None keeps all), and subtract held.start from their numbers.
 
     Returns how many of `heads` come before the first kept head, and the new numbers of the kept heads. An example: if
     `heads` are 0, 2, 4, 6 and `held` is range(4, 8), then heads 4 and 6 are kept. Their new numbers are 0 and 2, and

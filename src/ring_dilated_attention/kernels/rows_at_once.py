@@ -198,9 +198,9 @@ def _constants(
 ) -> dict[str, Any]:
     """The constants that a kernel is compiled with.
 
-    num_large: how many of a tile's tensors have the dim D. Tensors with the dim D come before those without. If every
-    row of the tensors with D begins at a multiple of 16 bytes, ALIGNED in the result is the number of elements in 16
-    bytes. Otherwise ALIGNED is 1.
+    num_large: how many of a tile's tensors have the dim D. Tensors with the dim D come before tensors without it. If
+    every row of the tensors with D begins at a multiple of 16 bytes, ALIGNED in the result is the number of elements in
+    16 bytes. Otherwise ALIGNED is 1.
     """
     from .row_kernels import DTYPES
 

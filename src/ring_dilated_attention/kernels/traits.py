@@ -49,9 +49,9 @@ def cuda_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
     return batch * num_heads * num_rows * (padded_head_dim(head_dim) + 1) * 4
 
 
-# The largest number of elements that dq's accumulator in flash's backward may have, with its padded rows and head dims.
-# Flash finds elements by 32-bit indices, and with more elements it would write out of bounds, so larger tiles are
-# split. They are split for the other ops too, which have no such limit but are not slower with tiles of this size.
+# The largest number of elements that dq's accumulator in flash's backward may have, including the padding of rows and
+# head dim. Flash has 32-bit indices, and with more elements it would write out of bounds. So larger tiles are split,
+# also for the ops without this limit, which are not slower with tiles of this size.
 MOST_PADDED = 2**31
 
 

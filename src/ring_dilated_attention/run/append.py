@@ -187,8 +187,8 @@ def _one(
     buffers_of_row = list(plan.of_position(t))
     branches = sorted({buffers.number for buffers in buffers_of_row})
 
-    # Make one partial (out and lse) for each branch. A head without keys in a branch keeps (0, -inf), and such a
-    # partial changes nothing when it is merged.
+    # Make one partial (out and lse) for each branch. A head without keys in a branch keeps (0, -inf), which changes
+    # nothing in a merge.
     shape = (max(len(branches), 1), batch, num_heads)
     dtype = accumulator_dtype(query.dtype)
     outs_PBHD = torch.zeros((*shape, head_dim), dtype=dtype, device=query.device)
@@ -299,7 +299,7 @@ def placed(buffers: Buffers, numbers: range, memory: Tensor) -> Tensor:
 
 
 def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Tensor) -> Tensor:
-    """Copy into a flat tensor those rows of a rank's shard that a cache of the whole sequence keeps.
+    """Copy into a flat tensor the rows of a rank's shard that a cache of the whole sequence keeps.
 
     The shard's runs of consecutive positions are its spans. The tensor contains, for each buffer and each span, the
     keys (B, G, L, D), then the values.

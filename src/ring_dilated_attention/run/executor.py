@@ -152,7 +152,7 @@ class _Executor:
         has_dlse = "dlse" in self.alive
 
         # `packing` says when rows are copied before the kernel reads them; None means never. Set None for 16-bit rows
-        # if the kernel takes such rows as they are.
+        # if the kernel takes 16-bit rows without a copy.
         packing = traits.packing
         if itemsize == 2 and self.kernel.takes_short_rows(self.dtype):
             packing = None

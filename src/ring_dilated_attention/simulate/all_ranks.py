@@ -105,7 +105,7 @@ class Wires:
         return done
 
     def wait(self, event: threading.Event) -> None:
-        """Return when the event is set. Until then other ranks run."""
+        """Return when the event is set. Until then the threads of other ranks run."""
         if event.is_set():
             return
         if self.error is None:

@@ -73,7 +73,7 @@ class OtherRanks:
 
     def take_gradient(self, chunk: GlobalChunk, gradient: Tensor) -> None:
         """Called when the running rank sends its part of the gradient of another rank's chunk. A subclass may override
-        it, to look at the gradient.
+        this method to look at the gradient.
 
         gradient: a flat tensor, laid out by `chunk.rows`. To keep the tensor, copy it, because its memory is reused.
         """
