@@ -1,7 +1,7 @@
 """The call `dilated_attention`. It checks its inputs, makes sure that all ranks make the same call, and runs the call.
 
-Forward, backward and appending to a cache are custom ops, which torch.compile does not look into. An op takes its
-tensors as they are, and most other arguments as one string (`Call.text`).
+Forward, backward and appending to a cache are custom ops, which torch.compile does not trace. An op receives its
+tensors directly, and most of its other arguments encoded in one string (`Call.text`).
 
 B batch, N positions, H query heads, G key/value heads, D head dim.
 """
@@ -61,22 +61,22 @@ def dilated_attention(
     """Exact dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches.
 
     A branch of the pattern is a segment length with a dilation rate. M[h, i, j] is the number of branches in which
-    query i of head h sees key j:
+    query i of head h attends to key j:
 
         out[i] = softmax_j(q_i k_j * scale + log M[h, i, j]) v_j
 
-    If a query sees no key in any branch, it has out = 0 and lse = -inf (with `sinks`, lse is its head's sink).
+    If a query attends to no key in any branch, its out is 0 and its lse is -inf (with `sinks`, the logit of its head).
 
     Args:
         query: (B, N, H, D), float64, float32, bfloat16 or float16. Under `parallel` this rank's rows.
         key, value: (B, N, G, D) of the same dtype and device; H must be a multiple of G (grouped-query attention: query
             head h reads key/value head h // (H / G)).
-        pattern: who attends whom.
-        parallel: the ranks that share the sequence. Every rank must make the call, and every rank or none must run its
-            backward: a rank that has no use for the output adds 0 * out.sum() to its loss.
+        pattern: which keys each query attends to.
+        parallel: the ranks that share the sequence. Every rank must make the call. Either all ranks run the backward or
+            none does: a rank that has no use for the output adds 0 * out.sum() to its loss.
         cu_seqlens: borders (0, ..., N) of packed documents, int32, for a batch of 1. Positions and segments start anew
             at each border. Under `parallel` the borders are those of the whole sequence, the same on every rank.
-        scale: the factor of the scores; D ** -0.5 by default.
+        scale: the factor that multiplies q_i k_j; D ** -0.5 by default.
         sinks: (H,), a learned logit for each query head. The head's softmax gets one more key, whose score is the logit
             and whose value is 0 (as in gpt-oss). Gradients flow to the logits.
         backend: "auto", "cpu" or "sdpa" (CUDA; `torch.nn.attention.sdpa_kernel` selects among torch's ops). No GPU has
@@ -86,8 +86,8 @@ def dilated_attention(
             which query heads, as range(3, 6); num_heads is the number of query heads in the layer. A head's number in
             the layer decides which of every r positions it reads in a branch of dilation rate r.
         cache: holds the sequences so far. The call appends its N rows at `cache.position`, and has no gradient.
-        lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. Its other rows are
-            padding, and get the out and lse of a query that sees no key.
+        lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. The rows after these are
+            padding, and get the out and lse of a query that attends to no key.
 
     Returns:
         out (B, N, H, D) in the input's dtype, or (out, lse) with lse (B, N, H) in float32 (float64 for float64).

@@ -20,10 +20,10 @@ def define_op(
     takes; `backward` and `save` are what torch.library.register_autograd takes.
 
     `torch.library.custom_op` tells dynamo not to trace the function. For that it imports torch._dynamo at the first
-    call, which takes a second or two. This op tells dynamo only if something else has imported torch._dynamo.
+    call, which takes a second or two. The op defined here tells dynamo only if torch._dynamo is already imported.
     """
-    # A cache of at most one entry: `function`, marked so that dynamo does not trace it. The cache is a list, because
-    # dynamo would warn of functools.cache.
+    # Holds at most one entry: `function`, marked so that dynamo does not trace it. (functools.cache would do the same,
+    # but dynamo would warn of it.)
     untraced: list[Code] = []
 
     def run(*args: Any) -> Any:
@@ -33,7 +33,7 @@ def define_op(
             untraced.append(torch.compiler.disable(function))
         return untraced[0](*args)
 
-    # Remove an op of this name, which is there if the module that calls `define_op` is imported a second time.
+    # Remove an earlier op of this name. There is one if the module that calls `define_op` is imported a second time.
     _libraries.pop(name, None)
     library = _libraries[name] = torch.library.Library("ring_dilated_attention", "FRAGMENT")
     schema = torch.library.infer_schema(function, mutates_args=())

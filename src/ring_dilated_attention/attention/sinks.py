@@ -15,8 +15,8 @@ def with_sinks(out_BNHD: Tensor, lse_BNH: Tensor, sinks: Tensor) -> tuple[Tensor
         out' = out * exp(lse) / (exp(lse) + exp(sink))
         lse' = log(exp(lse) + exp(sink))
 
-    sinks: the sink's score, of a shape that broadcasts to (B, N, H). Where the score is -inf, out and lse stay as they
-    are.
+    sinks: the sink's score, of a shape that broadcasts to (B, N, H). Where the score is -inf, out and lse do not
+    change.
     """
     # Replace scores of -inf by 0, because for a query without keys lse - sink would be (-inf) - (-inf), which is NaN.
     is_none = sinks == -torch.inf

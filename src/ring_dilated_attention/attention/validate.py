@@ -45,7 +45,7 @@ ARGUMENTS_OF_TORCH = {
 
 
 def refuse_others(call: str, others: Mapping[str, object]) -> None:
-    """Raise TypeError if a caller passed `others`: arguments that `call` does not have. For those in
+    """Raise TypeError if a caller passed arguments that `call` does not have (`others`). For an argument in
     `ARGUMENTS_OF_TORCH` the error says what to do instead."""
     for name in others:
         remedy = ARGUMENTS_OF_TORCH.get(name)
@@ -63,7 +63,8 @@ def on_host(cu_seqlens: Any) -> Any:
 
 
 def autocast(x: Any) -> Any:
-    """x cast as torch's own attention would cast x under autocast. float64 and integers stay as they are."""
+    """x in the dtype to which torch's own attention casts x under autocast. float64 and integer tensors are not
+    cast."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     # Skip tensors on the device "meta", for which is_autocast_enabled raises an error. (is_autocast_available
@@ -285,10 +286,10 @@ def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
 
 
 def valid_lengths(mask_BN: Tensor, batch: int, num_positions: int) -> Tensor:
-    """The number of valid positions in each row of a mask: (B,) int64. mask_BN: (B, N), True at padding.
+    """Count the valid positions in each row of a mask: (B,) int64. mask_BN: (B, N), True at padding.
 
     Raises:
-        ValueError: for a mask that does not fit, and unless the padding of each row follows its valid positions.
+        ValueError: for a mask that does not fit, or with padding before a valid position.
     """
     if mask_BN.shape != (batch, num_positions):
         shape = tuple(mask_BN.shape)

@@ -107,11 +107,12 @@ def influence(output: Callable[[Tensor], Tensor], x: Tensor, *, num_steps: int =
         influence(lambda x: model(x)[:, label], recordings)
 
     The gradients at several points between zeros and x are averaged. With enough points the influences add up to
-    output(x) - output(zeros). A warning says if their sum is off by more than a tenth. The gradient at x alone would
-    mislead: it is small wherever the output is saturated, even at positions that matter.
+    output(x) - output(zeros). If their sum is wrong by more than a tenth, a warning says so. The gradient at x alone
+    would mislead: it is small wherever the output is saturated, even at positions that matter.
 
     Args:
-        output: a function from x to one number for each batch entry. Several numbers of an entry are summed.
+        output: a function from x to one number for each batch entry. If it returns several numbers for an entry, their
+            sum is used.
         x: floating, (B, N) or (B, N, channels).
         num_steps: the number of points between zeros and x. Each point takes one forward and one backward.
     """
@@ -138,7 +139,7 @@ def influence(output: Callable[[Tensor], Tensor], x: Tensor, *, num_steps: int =
 
 
 def draw_influence(path: Path | str, influence: Tensor, signal: Tensor | None = None) -> None:
-    """Draw the signal (N,), if given, and under it how large the influence (N,) of each position is, as a picture.
+    """Draw a picture of the influence (N,) of each position, below the signal (N,) if there is one.
 
     If several positions share a column of the picture, the column shows the largest influence among them, and both the
     smallest and the largest value of the signal. This function needs matplotlib.

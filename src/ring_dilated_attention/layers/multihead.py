@@ -47,18 +47,20 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         out = out_proj(subln(dilated_attention(rotate(query Wq), rotate(key Wk), value Wv)))
 
     `rotary` adds `rotate`; `sub_layernorm` adds `subln`, a LayerNorm as in MAGNETO. Parameters have the names and
-    shapes of torch's module, so its `state_dict` loads as it is. in_proj_weight (E + 2GD, E) has rows of Wq, Wk, Wv.
+    shapes of torch's module, so a `state_dict` of torch's module loads unchanged. in_proj_weight (E + 2GD, E) stacks
+    Wq, Wk and Wv.
 
     Args:
-        pattern: who attends whom; causality is part of it.
+        pattern: which keys each query attends to, causal or not.
         num_kv_heads: G, for grouped-query attention. num_heads must be a multiple of G. None means num_heads.
         rotary: rotary position embeddings (rotate-half form). True means base 10,000; a number is the base.
-        parallel: the ranks that share sequences; inputs and outputs are then shards. Use `parallel.mean_loss`: a mean
-            over each shard alone gives ranks wrong weights, and no error says so.
+        parallel: the ranks that share sequences; inputs and outputs are then shards. Compute the loss with
+            `parallel.mean_loss`: if each rank averages over its shard alone, the shards get wrong weights, and no error
+            says so.
         backend: as for `dilated_attention`.
         heads_held: which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6). `held`
-            makes such modules. If several of them together hold all heads, their outputs add up to the output of the
-            whole layer. Only the module that holds head 0 adds out_proj's bias.
+            makes such modules. The outputs of modules that together hold all heads add up to the output of the whole
+            layer. Only the module that holds head 0 adds out_proj's bias.
 
     The module can replace the attention of nn.TransformerEncoderLayer (`layer.self_attn = module`), and so work in
     nn.TransformerEncoder. Dropout, attention masks, attention weights, cross-attention and extra key/value rows are
@@ -224,12 +226,12 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
             is_causal: the hint that torch passes. True needs a causal pattern. With False and None the pattern decides.
             positions: integer (N,), the positions by which `rotary` rotates the rows, or their `rotary_table`, which
                 the layers of a model can share. None means 0, 1, ... within each document, counted over all ranks
-                under `parallel`. With a cache, None means from `cache.position` on, and the only other choice is
-                the `rotary_table` of `cache.next_positions(N)`.
+                under `parallel`. With a cache, None means from `cache.position` on. Instead of None, a call with a
+                cache takes only the `rotary_table` of `cache.next_positions(N)`.
             cu_seqlens: borders of packed documents, as for `dilated_attention`; the batch must be 1.
             cache: a cache that only this layer uses (`make_cache`). The call appends its N rows to it.
-            lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. The outputs of its
-                other rows have no meaning.
+            lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. The outputs of the
+                rows after these have no meaning.
         """
         try:
             refuse_others(type(self).__name__, others)
@@ -330,7 +332,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         cache: DilatedCache | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """The attention and, if there is one, `sub_layernorm`: the input (B, N, H D) of `out_proj`."""
+        """The input (B, N, H D) of `out_proj`: the attention, followed by `sub_layernorm` if the layer has one."""
         with called_by(self.parallel, self._number):
             out_BNHD = dilated_attention(
                 *heads,
@@ -416,8 +418,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         cache: DilatedCache | None,
         lengths: Tensor | None,
     ) -> None:
-        """Raise ValueError for a mask together with an argument that excludes masks, and for cu_seqlens that `_table`
-        could not read. `dilated_attention` checks all else."""
+        """Raise ValueError if a mask comes with an argument that excludes masks, or if `_table` could not read
+        cu_seqlens. `dilated_attention` checks all other arguments."""
         if cu_seqlens is not None and mask is not None:
             raise ValueError(
                 "key_padding_mask and cu_seqlens both describe the documents: pass one of them"

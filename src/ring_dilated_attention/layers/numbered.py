@@ -1,4 +1,4 @@
-"""Numbers the modules of a `ContextParallel`, so that ranks can check that all are in a call of the same module."""
+"""Numbers the modules of a `ContextParallel`, so that ranks can check that they all call the same module."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ..ranks.context import ContextParallel
 
 class NumberedModule(nn.Module):
     """A module whose calls run over several ranks. Before a call the ranks compare the numbers of their modules, and
-    raise an error if they differ."""
+    raise an error if the numbers differ."""
 
     parallel: ContextParallel | None = None
     _number: int | None = None

@@ -1,4 +1,4 @@
-"""A padded batch as packed documents: each batch entry becomes a document of its own length, in a batch of one.
+"""Packs a padded batch: each batch entry becomes a document of its own length, in a batch of one.
 
 A row is the E numbers of one position. Shape suffixes: B batch, N positions, T packed rows, E width of a row.
 """
@@ -15,7 +15,7 @@ from .rotary import RotaryTable
 class ValidRows:
     """The rows of a padded batch that are not padding, packed one after the other.
 
-    rows_T: the numbers of the valid rows, counted over the whole batch. cu_seqlens: the borders of the documents, or
+    rows_T: the indices of the valid rows among all B N rows of the batch. cu_seqlens: the borders of the documents, or
     None if no position is valid, because then there is no document.
     """
 
@@ -43,8 +43,8 @@ class ValidRows:
 
 
 class AllRows:
-    """All rows of a padded batch, packed. Compiled code uses this class and not `ValidRows`, because here no shape
-    depends on the mask.
+    """All rows of a padded batch, packed. Compiled code uses this class, because unlike in `ValidRows` no shape depends
+    on the mask.
 
     Each batch entry becomes two documents: its valid positions, and its padding, set to zero. Each entry gets one more
     position of padding, because no document may be empty.

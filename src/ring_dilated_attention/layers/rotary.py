@@ -18,7 +18,7 @@ DEFAULT_ROTARY_BASE = 10_000.0
 
 
 class RotaryTable:
-    """The cosines and sines of the angles by which `rotate` rotates rows: for each row one angle per pair of numbers.
+    """The cosines and sines of the angles by which `rotate` rotates rows. Each pair of numbers in a row has one angle.
 
     cos_ND, sin_ND: (N, D/2), or (B, N, D/2) if batch entries are at different positions. base: as in `rotary_table`.
 

@@ -1,4 +1,4 @@
-"""Saves in a state_dict, beside the weights, what they were trained with: the pattern and the rotary base."""
+"""Saves the pattern and the rotary base in a state_dict, beside the weights that were trained with them."""
 
 import json
 import warnings
@@ -45,8 +45,8 @@ class RemembersPattern(nn.Module):
 
 
 def check_before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """A pre-hook of load_state_dict. It raises ValueError for weights that were trained with another pattern or rotary
-    base, before any weight is copied.
+    """A pre-hook of load_state_dict. It raises ValueError, before any weight is copied, if the weights were trained
+    with a different pattern or rotary base than the module's.
 
     If the weights contain no pattern, a warning says so. Python shows this warning once for all modules.
     """

@@ -33,8 +33,8 @@ def check_arguments(mesh: DeviceMesh | None, exchange: str, timeout: timedelta) 
 def cut_of(
     num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | None, inner: int = 1
 ) -> ShardSpec:
-    """The rule by which a sequence is cut into shards, one for each rank. inner: the length of the last axis of a 2-D
-    mesh, or 1 if there is no such mesh.
+    """The rule that cuts a sequence into shards, one for each rank. inner: the length of the last axis of a 2-D mesh,
+    or 1 if there is no such mesh.
 
     Raises:
         ValueError: for an unknown `sharding`, an `align` below 1, and lengths that do not fit the ranks.

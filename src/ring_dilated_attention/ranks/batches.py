@@ -35,7 +35,7 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
     else:
         layouts, documents = _send_layouts(ranks, layouts, documents, source)
 
-    # Take the number of positions from the first tensor: all tensors but "cu_seqlens" have the same number.
+    # Take the number of positions from the first tensor: it is the same in all tensors except "cu_seqlens".
     shape = next(shape for name, (shape, _) in layouts.items() if name != BORDERS)
     lengths = ranks.lengths_of(shape[_position_dim(shape)], documents)
     shards = ranks.note_cut(lengths, documents)
@@ -52,7 +52,7 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
 
 
 def _compare_samples(ranks: Ranks, layouts: Layouts, fingerprints: dict[str, int]) -> None:
-    """Raise ValueError on every rank unless all ranks were given the same sample."""
+    """Raise ValueError on every rank unless all ranks passed the same sample."""
     fields: dict[str, object] = {
         "call": "shard_batch",
         "shapes of the batch": layouts,
@@ -75,7 +75,7 @@ def fingerprint(x: Tensor) -> int:
     """A 64-bit hash of a tensor's bytes. Different bytes hardly ever have the same hash."""
     raw = x.detach().contiguous().flatten().view(torch.uint8)
     words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
-    # `place` has a different number for each 64-bit word: the word's index + 1 times an odd factor, modulo 2^64.
+    # `place` has a different number for each 64-bit word: (index of the word + 1) times an odd factor, modulo 2^64.
     place = torch.arange(1, words.numel() + 1, device=x.device) * -7046029254386353131
     mixed = (words ^ (words >> 31)) * -4417276706812531889 + place
     return int(((mixed ^ (mixed >> 29)) * (place | 1)).sum())

@@ -21,9 +21,9 @@ MOST_SHOWN_BORDERS = 64
 class Call:
     """The arguments of an attention call.
 
-    needs_grad: which of query, key and value need a gradient, by first letters: "qv" if query and value do. heads: the
-    numbers of the query heads in `query`, out of the `num_heads` of the layer. context: the identifier (`key`) of the
-    `ContextParallel`, or "" on one device.
+    needs_grad: the first letters of the tensors that need a gradient, such as "qv" for query and value. heads: which of
+    the layer's `num_heads` query heads are in `query`. context: the identifier (`key`) of the `ContextParallel`, or ""
+    on one device.
     """
 
     pattern: DilatedPattern
@@ -40,7 +40,7 @@ class Call:
     @property
     def text(self) -> str:
         """The call as a string, since custom ops cannot take a `Call`. `from_text` turns it into a `Call` again."""
-        # Turn symbols, into which torch.compile may turn integers, into numbers again: a text cannot contain symbols.
+        # Turn symbols back into numbers: torch.compile may replace integers by symbols, which a text cannot contain.
         start = index(self.heads.start)
         stop = index(self.heads.stop)
         num_heads = index(self.num_heads)
@@ -90,11 +90,10 @@ class Call:
 
 
 class ForwardState(NamedTuple):
-    """What a call's forward passes to its backward, so that the backward need not choose a kernel or read cu_seqlens
-    again.
+    """What a call's forward passes to its backward, which thus neither chooses a kernel nor reads cu_seqlens again.
 
-    number: the number of the forward on this context, which ranks compare. kernel: the name of the backend whose
-    kernels run the call. borders: cu_seqlens as numbers, or None.
+    number: forwards of a context are numbered from 1, and ranks compare the numbers; 0 on one device. kernel: the name
+    of the backend whose kernels run the call. borders: cu_seqlens as numbers, or None.
     """
 
     number: int
@@ -131,15 +130,15 @@ def borders_of(cu_seqlens: Any) -> Borders:
 
 
 def borders_field(borders: Borders) -> object:
-    """The borders of documents, as ranks compare them and errors show them: all borders if there are at most 64, else
-    their number and a hash."""
+    """The borders of documents in the form that ranks compare and errors show: the borders themselves if there are at
+    most 64, or else their number and a hash."""
     if borders is None or len(borders) <= MOST_SHOWN_BORDERS:
         return borders
     return len(borders), hash(borders)
 
 
 def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
-    """Raise ValueError unless cu_seqlens is a dense 1-D int32 tensor of two entries at least, and batch is 1.
+    """Raise ValueError unless cu_seqlens is a dense 1-D int32 tensor with at least two entries, and batch is 1.
 
     `documents_of` checks the entries.
     """

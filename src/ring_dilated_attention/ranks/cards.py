@@ -16,13 +16,13 @@ def number_of_card(
     """The number of a process's GPU.
 
     Args:
-        bound: the GPU that init_process_group(device_id=...) was given, or None. If `bound` has a number, the process
+        bound: the `device_id` that was passed to init_process_group, or None. If `bound` has a number, the process
             takes this GPU.
         current: the number of torch's current GPU. If it is not 0, torch.cuda.set_device has chosen the GPU, and the
             process takes it.
-        environment: the environment variables. In all other cases the process takes the GPU whose number is the
-            process's number on this host, modulo `count`. The launcher puts that number into a variable. Without such a
-            variable the process takes `current`.
+        environment: the environment variables. If neither `bound` nor `current` decides, the process takes GPU r %
+            `count`, where r is its number among the processes of this host. The launcher puts r into a variable.
+            Without such a variable the process takes `current`.
         count: the number of GPUs that the process sees, which is 1 if the launcher shows each process only one GPU.
     """
     if bound is not None and bound.index is not None:

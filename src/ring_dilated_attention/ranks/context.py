@@ -37,7 +37,7 @@ class ContextParallel(NamedContext):
 
     Copies of a module (EMA, nn.TransformerEncoder) hold the same context. Until `close` a context belongs to the thread
     of its first call. A call in another thread raises ValueError on all ranks. In a forked process (a DataLoader's
-    worker) only `positions` works. Calls in which other ranks take part raise ValueError there.
+    worker) only `positions` works, and calls that involve other ranks raise ValueError.
 
     torch.compile(fullgraph=True) takes `dilated_attention` and `MultiheadDilatedAttention`. Make the other calls that
     need all ranks (`shard`, `shard_batch`, `unshard`, `mean_loss`, LongNetLM's loss) outside compiled code.
@@ -48,13 +48,13 @@ class ContextParallel(NamedContext):
             first axis send each other keys and values.
         sharding: "contiguous": shards follow each other in the order of ranks. "zigzag": the sequence is cut into 2p
             near-equal slices, and rank k of p gets slices k and 2p-1-k. "zigzag_documents": each packed document is cut
-            like this. Every call then needs cu_seqlens. Functions without this argument raise ValueError:
-            DilatedCache.gather, ShardSequence(shard_inputs=True), and transformers' context_parallel.
-        exchange: how keys and values travel. "ring": from rank to rank. "all_gather": to all ranks at once.
-            "all_to_all": each rank computes some heads at all positions. "auto" chooses by the bytes sent, the
-            memory, the number of hops from rank to rank, and the number of kernel calls.
-        timeout: how long a rank waits for another before it raises. (gloo notices a dead rank at once. With NCCL that
-            depends on its watchdog.)
+            as "zigzag" cuts a sequence. Every call then needs cu_seqlens. Functions that do not take cu_seqlens raise
+            ValueError: DilatedCache.gather, ShardSequence(shard_inputs=True), and transformers' context_parallel.
+        exchange: how keys and values travel. "ring": from rank to rank. "all_gather": to all ranks in one round.
+            "all_to_all": each rank computes some heads at all positions. "auto" chooses by the bytes sent, the memory,
+            the number of hops from rank to rank, and the number of kernel calls.
+        timeout: how long a rank waits for another rank before it raises an error. (gloo notices a dead rank
+            immediately. NCCL relies on its watchdog.)
         align: the borders of contiguous shards are multiples of this number.
         lengths: the lengths of contiguous shards, one for each rank; near-equal by default.
 
@@ -169,17 +169,17 @@ class ContextParallel(NamedContext):
             local = parallel.shard_batch(batch)              # every rank has the batch; they check that it is the same
             local = parallel.shard_batch(batch, source=0)    # rank 0 has the batch, and sends each rank only its rows
 
-        Tensors (B, N, ...) and (N,) are cut along N. "cu_seqlens", the borders of packed documents, stays whole.
-        Tensors may be on the CPU. The result also has "positions", (N_local,) int64: each row's position within its
-        document. If the batch has "positions" already, they are cut like the other tensors.
+        Tensors (B, N, ...) and (N,) are cut along N. "cu_seqlens", the borders of packed documents, is not cut. Tensors
+        may be on the CPU. The result also has "positions", (N_local,) int64: each row's position within its document.
+        If the batch has "positions" already, they are cut like the other tensors.
 
         Args:
             batch: tensors by name, the same on all ranks. With `source`, other ranks may pass None.
             source: the rank that sends its batch. None: all ranks have the batch, and compare hashes of it.
 
         Raises:
-            ValueError: on every rank, for tensors that cannot be cut, and if ranks were given different samples. (A
-                sampler left at its default gives each rank a sample of its own.)
+            ValueError: on every rank, for tensors that cannot be cut, and if the ranks' samples differ. (By default a
+                DistributedSampler gives each rank different samples.)
         """
         return shard_batch(self.ranks, batch, source)
 
@@ -207,7 +207,7 @@ class ContextParallel(NamedContext):
         over: "ContextParallel | None" = None,
         step_count: int | Tensor | None = None,
     ) -> Tensor:
-        """The mean of a loss over all ranks, from each rank's sum and number of terms: a scalar, the same on all.
+        """The mean of a loss over all ranks, from each rank's sum and number of terms: a scalar, the same on all ranks.
 
             loss = parallel.mean_loss(F.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum())
 
@@ -220,8 +220,8 @@ class ContextParallel(NamedContext):
             local_sum: the sum of the loss over this rank's positions, a scalar tensor. A rank that owns no position
                 passes 0 times an output of the model.
             local_count: the number of terms in `local_sum`. If no rank has a term, the loss and its gradients are 0.
-            over: a context of more ranks, as a rule the ranks of all data-parallel replicas. The mean is then over the
-                terms of all these ranks, and gradients must be averaged over the same ranks. Without `over`, each
+            over: a context that includes more ranks, usually those of all data-parallel replicas. The mean is then over
+                the terms of all ranks of `over`, and gradients must be averaged over all of them. Without `over`, each
                 replica has its own mean, and averaged gradients are those of a mean of means.
             step_count: this rank's number of terms in all micro-batches of one step. The losses of the micro-batches
                 then add up to the step's mean, and their gradients to the gradients of that mean. Do not divide them
@@ -272,8 +272,8 @@ class ContextParallel(NamedContext):
         return self.ranks.positions(self.ranks.lengths_of(seq_len, borders), borders)
 
     def abandon(self, reason: str) -> None:
-        """Break the context's connections, so that the other ranks fail at once and do not wait for this rank.
+        """Break the context's connections, so that the other ranks fail immediately and do not wait for this rank.
 
-        Call it after an error of this rank between two calls. A call that fails breaks the connections by itself.
+        Call it if this rank fails outside the package's calls. A call that fails breaks the connections by itself.
         """
         self.ranks.abandon(reason)

@@ -1,4 +1,5 @@
-"""`ExchangeError`, which is raised if a message does not come, and the texts in it: the reason and its usual cause."""
+"""`ExchangeError`, which is raised if a message does not arrive, and parts of its text: the reason and its usual
+cause."""
 
 import re
 
@@ -27,7 +28,8 @@ class ExchangeError(RuntimeError):
 def usual_cause(absence: str, reason: str) -> str:
     """The usual cause of a timeout, as a sentence; "" for other errors.
 
-    absence: the part of the error's text that says which rank did not do what. reason: the error text of gloo or NCCL.
+    absence: the part of the error's text that names a rank and the step that it did not take. reason: the error text of
+    gloo or NCCL.
     """
     if not re.search("[Tt]imed out|timeout", reason):
         return ""
