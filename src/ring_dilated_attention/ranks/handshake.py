@@ -1,7 +1,7 @@
 """Checks that all ranks make the same call. A call has fields, such as its pattern, its shape and its dtype.
 
-Before each call the ranks compare one number, a hash of all fields. Only if the hashes differ do they send each other
-more: first a record (a tensor with a hash of each field), then the field that differs as text.
+Before each call the ranks compare one number, a hash of all fields. If the hashes differ, they send each other a record
+(a tensor with a hash of each field), and then the text of the field that differs.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from .link import GroupLink
 _NUM_FIELDS = 16  # the number of fields in a record; no call has more fields
 _NOT_THIS_RANK = torch.iinfo(torch.int64).min
 # The names of the last two fields of a call. A rank numbers its modules as it makes them. So ranks can compare the
-# number of the module that calls only if all ranks have made equally many modules.
+# number of the module that calls only if all ranks have made the same number of modules.
 NUM_MODULES = "the number of modules made with this context"
 CALLER = "which module calls (numbered as modules were made with this context)"
 
@@ -32,7 +32,7 @@ def agree(
     (forward, backward, shard, ...).
 
     Args:
-        length: this rank's number of positions, or another number that ranks tell each other.
+        length: this rank's number of positions, or another number that ranks send each other.
         fields: the values that must be the same on all ranks, by name.
         failure: why this rank refuses the call, or None if the rank accepts the call.
 
@@ -59,8 +59,9 @@ def _raise_alike(
 ) -> None:
     """Raise RefusedError on all ranks. The error says which rank refuses the call, or which field differs.
 
-    If the first field that differs is `NUM_MODULES`, no error is raised. Ranks have then made different numbers of
-    modules, so a module's number differs between ranks, and from now on ranks do not compare which module calls.
+    If the first field that differs is `NUM_MODULES`, no error is raised. In this case ranks have made different numbers
+    of modules, and one module may have different numbers on different ranks. From then on ranks do not compare which
+    module calls.
     """
     assert len(fields) <= _NUM_FIELDS, "records of two lengths would meet"
     marks = [_fingerprint(value) for value in fields.values()]

@@ -35,8 +35,8 @@ Addressed = Sequence[tuple[Tensor, int]]  # pairs (tensor, the peer that sends o
 class WaitTimes(NamedTuple):
     """When this rank began and ended a wait for messages, in seconds of time.perf_counter.
 
-    Messages that travel while this rank computes cause no wait, so that time is not counted. moment: the call in which
-    the rank waited, such as "forward 3".
+    Time in which messages travel while this rank computes does not count as a wait. moment: the call in which the rank
+    waited, such as "forward 3".
     """
 
     moment: str
@@ -46,7 +46,7 @@ class WaitTimes(NamedTuple):
 
 class Transfer(NamedTuple):
     """A send or receive to start. operation: `dist.isend` or `dist.irecv`. peer: the rank that gets or sends `tensor`.
-    description: the words for this message in errors."""
+    description: what an error says if this message fails."""
 
     operation: Callable[..., dist.Work | None]
     tensor: Tensor
@@ -83,7 +83,8 @@ class GroupPending:
 class GroupLink:
     """Sends messages within one process group. A rank or peer is an index into `members`, the list of global ranks.
 
-    Two ranks must start the messages between them in the same order, since NCCL has no tags. Plans keep this order.
+    Two ranks must start the messages between them in the same order, because NCCL has no tags. A plan lists messages in
+    this order.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class GroupLink:
         # By kind of call (forward, shard, ...): the `length` that each rank last passed to `agree` (handshake.py).
         self.agreed: dict[str, tuple[int, ...]] = {}
         # Whether ranks compare the numbers of the modules that call. `_raise_alike` (handshake.py) clears the flag once
-        # ranks have made different numbers of modules, because a layer may then have another number on each rank.
+        # ranks have made different numbers of modules, because a layer may then have a different number on each rank.
         self.counts_modules = True
         links.append(self)
         # The backend of each type of device, such as {"cpu": "gloo", "cuda": "nccl"}.
@@ -126,7 +127,7 @@ class GroupLink:
         self.rank = self.order.index(dist.get_rank(self.group))
 
     def on_gloo(self, x: Tensor) -> bool:
-        """Whether gloo sends a tensor. It does if it is the backend for the tensor's device, or if that device has no
+        """Whether gloo sends a tensor. It does if gloo is the backend for the tensor's device, or if that device has no
         backend in this group."""
         return self.backends.get(x.device.type, "gloo") == "gloo"
 
@@ -137,7 +138,7 @@ class GroupLink:
 
         When a connection breaks, gloo ends the waits for messages that have not begun. But the wait for a message that
         is under way lasts until its timeout (signalException in gloo/transport/tcp/pair.cc). A `Sentinel` notices the
-        break at once.
+        break immediately.
         """
         handles = tuple(pending.handles)
         progress = Progress()
@@ -180,11 +181,11 @@ class GroupLink:
             failure = f"{moment}: {description} {place}: {reason}{usual_cause(description, reason)}"
             for link in self.links:
                 link.abandon(failure)
-        # `failure` is already set if `abandon` was called while this rank waited, which causes an error in the wait.
+        # `failure` is already set if this rank called `abandon` during the wait, because `abandon` makes the wait fail.
         raise ExchangeError(self.failure) from error
 
     def abandon(self, reason: str) -> None:
-        """Break the group after a failure of this rank, so that other ranks fail at once instead of waiting for it."""
+        """Break the group after a failure of this rank, so that other ranks fail immediately and do not wait for it."""
         if self.failure or self.world_size == 1:
             return
         self.failure = reason
@@ -265,11 +266,11 @@ class GroupLink:
     ) -> tuple[GroupPending, GroupPending]:
         """Like `carry`, but returns two objects to wait for: one for the sends, and one for the receives.
 
-        On NCCL both are the same object, because sends and receives must be one batch. In two batches every rank's
-        receives would stand behind its sends in NCCL's stream, and all ranks of a ring would wait for ever.
+        On NCCL the two are the same object, because sends and receives must be one batch. In two batches every rank's
+        receives would queue behind its sends in NCCL's stream, and all ranks of a ring would wait for ever.
         """
         if all(self.on_gloo(x) for x, _ in (*sends, *receives)):
-            # Receives are started first, for the reason that `exchange` gives.
+            # Start receives first (`exchange` says why).
             received = self.carry((), receives, moment)
             return self.carry(sends, (), moment), received
         both = self.carry(sends, receives, moment)
@@ -314,8 +315,8 @@ class GroupLink:
         return list(map(Handle, works, descriptions, peers))
 
     def _join_short(self, transfers: Sequence[Transfer], pending: GroupPending) -> list[Transfer]:
-        """The transfers, with short messages between the same two ranks joined into one. Both ranks know the sizes of
-        their messages, so both join the same messages."""
+        """The transfers, with all short sends to a peer joined into one, and all short receives likewise. The peer
+        knows the sizes of these messages too, so it joins the same ones."""
         joined: dict[tuple[object, ...], list[Transfer]] = {}
         for number, transfer in enumerate(transfers):
             own_number = number if transfer.tensor.nbytes > _SHORT_BYTES else None
@@ -330,15 +331,15 @@ class GroupLink:
         return result
 
     def _needs_host(self, x: Tensor) -> bool:
-        """Whether a tensor must be sent and received by way of host memory, since gloo cannot send CUDA tensors. (No
-        GPU has run this.)"""
+        """Whether a tensor must pass through host memory, because gloo cannot send CUDA tensors. (No GPU has run
+        this.)"""
         return x.is_cuda and self.on_gloo(x)
 
     def _as_one(self, tensors: Sequence[Tensor], is_sent: bool, pending: GroupPending) -> Tensor:
-        """One tensor to send or receive in the place of `tensors`.
+        """One tensor to send or receive instead of `tensors`.
 
-        A single tensor is returned as it is, unless it must go through host memory. In all other cases the result is a
-        buffer. `GroupPending.wait` copies a received buffer to `tensors`.
+        A single tensor that need not pass through host memory is returned unchanged. Otherwise the result is a buffer.
+        `GroupPending.wait` copies a received buffer to `tensors`.
         """
         first = tensors[0]
         on_host = self._needs_host(first)
@@ -362,8 +363,8 @@ class GroupLink:
     # The messages of handshakes.
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
-        """Send this rank's record to all other ranks, and return every rank's record. All records have one shape and
-        dtype. No rank returns before all ranks have called this method.
+        """Send this rank's record to all other ranks, and return every rank's record. All records have the same shape
+        and dtype. No rank returns before all ranks have called this method.
 
         All messages are point to point, so that an error can name the rank that did not call.
         """
@@ -435,7 +436,7 @@ class GroupLink:
     def all_to_all_single(
         self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
-        """Send the flat tensor `tensors[k]` to each rank k, and receive a tensor of `sizes[k]` entries from it.
+        """Send the flat tensor `tensors[k]` to each rank k, and receive a tensor of `sizes[k]` entries from rank k.
         Returns the received tensors in the order of ranks, with the dtype and device of `like`."""
         received = list(
             torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(list(sizes))

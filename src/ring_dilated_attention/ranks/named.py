@@ -1,6 +1,6 @@
 """Finds a `ContextParallel` by its key. Custom ops take the key, a string, since they cannot take the context itself.
 
-A call on one device imports this file too. So it imports no file that sends messages.
+Calls on one device import this file too. So this file must not import files that send messages.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +23,7 @@ class NamedContext:
     key: str
 
     def _take_key(self, name: str) -> None:
-        """Set a key from the name. A later context may have the same name, but never the same key."""
+        """Make the context's `key` from its name. A later context may have the same name, but never the same key."""
         self.key = f"{name}, number {next(_made)}"
         _contexts[self.key] = self
 
@@ -40,8 +40,9 @@ def refuse(key: str, reason: str) -> None:
     context_named(key).ranks.agree(0, {}, reason)
 
 
-# Make torch.compile run `refuse` while it traces, so that the other ranks hear of a refused call at once. The decorator
-# torch.compiler.assume_constant_result sets this attribute too, but imports dynamo, which takes a second or two.
+# Make torch.compile run `refuse` while it traces, so that the other ranks learn of a refused call immediately. The
+# decorator torch.compiler.assume_constant_result sets this attribute too, but imports dynamo, which takes a second or
+# two.
 refuse.__dict__["_dynamo_marked_constant"] = True
 
 

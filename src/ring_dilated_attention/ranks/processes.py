@@ -37,7 +37,8 @@ _num_groups: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = We
 
 
 def _group_name(members: Sequence[int]) -> str:
-    """A name for the next group of these ranks, made from the ranks and the number of groups that they have made.
+    """A name for the next group of these ranks, made from their ranks and the number of groups that they have made so
+    far.
 
     torch's own names do not work. Before torch 2.14 a new group may get the name of a closed group, and then tries to
     connect to that group's ports, which are closed. From 2.14 on torch makes the name from the number of all groups
@@ -99,8 +100,8 @@ def _side_by_side(members: Sequence[int], hosts: Sequence[str], inner: int) -> l
 
 
 class Processes(Ranks):
-    """The processes of a group. They make communicators of their own, so that a failing message breaks no communicator
-    of the user.
+    """The processes of a group. They make their own communicators, so that a failed message does not break the user's
+    communicators.
 
     control: connects all ranks, for handshakes over gloo.
     all: connects all ranks, for data on any device.
@@ -118,7 +119,7 @@ class Processes(Ranks):
         self.opened: list[GroupLink] = []
         self.owner: Thread | None = None
         self.process = os.getpid()
-        # The ranks' numbers of rows that `expect_lengths` was told: `warn_of_uneven` does not warn of these numbers.
+        # The lengths passed to `expect_lengths`, one for each rank: `warn_of_uneven` does not warn of these lengths.
         self.expected_lengths: deque[tuple[int, ...]] = deque(maxlen=16)
         self.control = self._open("control", "gloo", members)
 
@@ -159,15 +160,15 @@ class Processes(Ranks):
             self.inner = self._open("heads", backends, members[row * cut.inner :][: cut.inner])
             chunks = members[column :: cut.inner]
             self.outer = self._open("chunks", backends, chunks) if len(chunks) > 1 else None
-        # Wait until all ranks have made their groups. Otherwise a fast rank might close its context, and so break
-        # connections that a slow rank is still making.
+        # Wait until all ranks have made their groups. Otherwise a fast rank might close its context while a slow rank
+        # is still connecting to it.
         agree(self.control, 0, {"call": "the end of making a ContextParallel"}, None)
 
     def _hosts(self) -> list[str]:
         """Every rank's host name. Also closes the contexts that all ranks have dropped without `close`.
 
-        For this, ranks send each other the names of the contexts that they have dropped. They must close a group
-        together, because NCCL ends a communicator by a collective call.
+        To find these contexts, ranks send each other the names of those that they have dropped. All ranks must close a
+        group together, because NCCL ends a communicator by a collective call.
         """
         hosts = []
         dropped_by_rank = []
@@ -207,8 +208,8 @@ class Processes(Ranks):
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a copy of the context in a forked process. The copy has no threads. It must neither use
-        nor close its connections, which belong to the process that made the context."""
+        """Whether this is a copy of the context in a forked process. The copy has no threads. It must not use or close
+        the connections, which belong to the process that made the context."""
         return os.getpid() != self.process
 
     def check_all_here(self, method: str) -> None:
@@ -225,7 +226,7 @@ class Processes(Ranks):
         # Raise in a forked process before it takes the lock `turn`. If another thread held the lock at the fork, the
         # forked process would wait for the lock for ever.
         self.check_all_here(str(fields.get("call", "a call")))
-        # Let one thread send at a time: a thread whose call is refused here sends messages too (the refusal).
+        # Let only one thread send at a time. (A thread whose call is refused here sends the refusal.)
         with self.turn:
             failure = self._why_other_thread() or failure
             owner = {
@@ -366,7 +367,7 @@ def note_dropped(opened: list[GroupLink], name: str, process: int) -> None:
 @contextmanager
 def recorded_waits(ranks: Ranks) -> Iterator[list[WaitTimes]]:
     """A context manager that yields a list. While its block runs, each wait of this rank for messages is appended to
-    the list, also a wait in a handshake."""
+    the list, including waits in handshakes."""
     waits: list[WaitTimes] = []
     links = ranks.opened if isinstance(ranks, Processes) else []
     for link in links:

@@ -31,7 +31,7 @@ Links = tuple[Link | None, Dealer | None]
 
 
 class Ranks:
-    """The ranks that share sequences. This class is for one process alone; subclasses override what differs.
+    """The ranks that share sequences. This class handles a single process; subclasses handle several.
 
     rank: the number of this process. name: the context's name in errors, "" for one process. calls: the number of
     forwards that have run (a refused forward does not count), which is the same on every rank.
@@ -50,7 +50,7 @@ class Ranks:
         self.num_modules = 0  # the number of modules made with this context
         self.caller: int | None = None  # the number of the module that calls now
         self.is_closed = False
-        # A thread holds this lock while it compares values with other ranks, so that one thread sends at a time.
+        # A thread holds this lock while it compares values with other ranks, so that only one thread sends at a time.
         self.turn = RLock()
         # A compiled call adds one of its results to this tensor, because torch.compile drops a call if nothing uses its
         # results.
@@ -73,7 +73,7 @@ class Ranks:
         return self.cut.shards_of(lengths, documents)
 
     def note_cut(self, lengths: tuple[int, ...], documents: Borders) -> tuple[Shard, ...]:
-        """Remember, for warnings, into which lengths a sequence is cut. Returns the shards."""
+        """Remember the lengths into which a sequence is cut, for later warnings. Returns the shards."""
         self.lengths_cut_last = lengths
         shards = self.shards(lengths, documents)
         if len(shards) > 1:
@@ -111,7 +111,7 @@ class Ranks:
     @contextmanager
     def all_or_none(self, *agreed: type[Exception]) -> Iterator[None]:
         """A context manager. If an error is raised in its block (out of memory, say), break the connections, so that
-        other ranks fail at once.
+        other ranks fail immediately.
 
         agreed: types of errors that all ranks raise together. Such an error does not break the connections.
         """
@@ -126,7 +126,7 @@ class Ranks:
     @contextmanager
     def refusing(self) -> Iterator[None]:
         """A context manager for checks before a handshake. If a check fails, this rank tells the reason to the other
-        ranks, which wait in the handshake, and they raise too."""
+        ranks, which wait in the handshake and raise an error too."""
         try:
             yield
         except Exception as error:
@@ -140,14 +140,14 @@ class Ranks:
     # Warnings of lengths that look like a mistake.
 
     def warn_of_uneven(self, lengths: Sequence[int]) -> None:
-        """Warn once if the ranks' numbers of rows are not the numbers of a near-equal cut."""
+        """Warn once if the lengths of the ranks' shards are not those of a near-equal cut."""
 
     def warn_of_whole(self, lengths: Sequence[int]) -> bool:
-        """Warn once if each rank has as many rows as the sequence that was cut last. Returns whether this is so."""
+        """Warn once if each rank has as many rows as the sequence that was cut last. Returns True if so."""
         return False
 
     def expect_lengths(self, lengths: Sequence[int]) -> None:
-        """Never warn of these numbers of rows. A model that adds rows to its shards (a class token) calls this."""
+        """Do not warn of shards of these lengths. A model that adds rows to its shards (a class token) calls this."""
 
     def warn_once(self, what: str, text: str, stacklevel: int = 3) -> None:
         if what not in self.warned:
@@ -163,8 +163,8 @@ class Ranks:
 
     @contextmanager
     def called_by(self, number: int | None) -> Iterator[None]:
-        """A context manager: in its block `caller` is the number of the module that makes the calls, and after it
-        None."""
+        """A context manager that sets `caller`, the number of the module that calls, and resets it to None after its
+        block."""
         self.caller = number
         try:
             yield
@@ -195,11 +195,11 @@ class Ranks:
         return Choice("none", "one rank: nothing to send")
 
     def links(self, exchange: str, job: Job) -> Links:
-        """This rank's link and dealer in a call with this exchange. `Links` says what they are."""
+        """This rank's link and dealer in a call with this exchange (see `Links`)."""
         return None, None
 
     def abandon(self, reason: str) -> None:
-        """Break the connections, so that other ranks fail at once instead of waiting for this rank."""
+        """Break the connections, so that other ranks fail immediately and do not wait for this rank."""
 
     def close(self) -> None:
         """Close the connections."""
@@ -210,7 +210,7 @@ class Ranks:
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, ForwardState]:
         """out (B, N, H, D), lse (B, N, H), and the state that the backward needs."""
-        # Number the forward, so that ranks can compare the numbers. A process alone needs no number.
+        # Number the forward, so that ranks can compare the numbers. A single process needs no number.
         number = self.calls + 1 if self.name else 0
         with self.all_or_none(ValueError), self.refusing():
             state = ForwardState.of(number, call, query, cu_seqlens)
@@ -277,14 +277,14 @@ class Ranks:
 
 
 ALONE = Ranks(ShardSpec("contiguous", 1))
-# The `ranks` of contexts of this process that have cut a sequence. `warn_of_forgotten_parallel` reads this set.
+# The `Ranks` of every context in this process that has cut a sequence. `warn_of_forgotten_parallel` reads this set.
 _sharing: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 
 
 def warn_of_forgotten_parallel(num_rows: int) -> None:
     """Warn once if a call without `parallel` has as many rows as this rank's shard of the sequence that was cut last.
 
-    Sequences that a closed context has cut do not count.
+    Sequences that a closed context has cut are ignored.
     """
     if torch.compiler.is_compiling():
         return

@@ -1,5 +1,5 @@
 """`ContextParallel.shard` and `unshard`, with gradients. They cut each rank's rows out of a whole tensor, and join all
-ranks' rows to the whole tensor."""
+ranks' rows into a whole tensor."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +35,7 @@ def rows_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
 
 
 def forward_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
-    """`rows_fields`, with a further field: whether a backward will follow."""
+    """The fields of `rows_fields`, and one more: whether a backward will follow."""
     return rows_fields(call, x, dim) | {"gradients": x.requires_grad and torch.is_grad_enabled()}
 
 
@@ -115,7 +115,7 @@ class UnshardRows(torch.autograd.Function):
             received = ctx.ranks.scatter(
                 [rows.flatten() for rows in rows_by_rank], sizes, grad, moment
             )
-            # Sum in float32, because a sum in 16 bits would be rounded after each rank's rows.
+            # Sum in float32, because a 16-bit sum would be rounded each time that a rank's rows are added.
             total = grad.new_zeros(
                 shape.numel(), dtype=torch.promote_types(grad.dtype, torch.float32)
             )

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 
 class Handle(NamedTuple):
-    """A message to wait for. work: torch's handle of the message. description: the words for this message in errors.
+    """A message to wait for. work: torch's handle of the message. description: what an error says if this message
+    fails.
     peer: the rank that gets or sends the message."""
 
     work: dist.Work
@@ -36,8 +37,8 @@ def start_thread(function: Callable[..., None], *args: object) -> Thread:
 
 
 def _run(function: Callable[..., None], *args: object) -> None:
-    # Record no profiler events in this thread, because a message writes to its event as the message ends, and torch's
-    # profiler may have stopped and freed all events by then.
+    # Record no profiler events in this thread, because a message writes to its event when the message ends, and torch's
+    # profiler may have freed all events by then.
     if hasattr(torch.autograd, "_enable_record_function"):
         torch.autograd._enable_record_function(False)
     function(*args)
@@ -66,8 +67,8 @@ class Sentinel:
     """Watches the connection to a peer. For this it starts a receive that nobody answers, which ends with an error when
     the connection breaks.
 
-    Each peer gets one sentinel, which is kept. A second sentinel would start a second receive, and gloo keeps every
-    receive that nobody answers.
+    Make only one sentinel for each peer, and keep it. Each sentinel starts a receive, and gloo never frees a receive
+    that nobody answers.
     """
 
     def __init__(self, receive: Callable[[], dist.Work]) -> None:
