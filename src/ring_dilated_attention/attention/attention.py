@@ -83,9 +83,10 @@ def dilated_attention(
             run "sdpa" yet.
         return_lse: also return the logsumexp of the scores, sinks included; gradients flow through it too.
         heads_held, num_heads: for tensors that hold only some heads of a layer (tensor parallelism). heads_held says
-            which query heads, as range(3, 6); num_heads is the number of query heads in the layer. A head's number in
-            the layer decides which of every r positions it reads in a branch of dilation rate r.
-        cache: holds the sequences so far. The call appends its N rows at `cache.position`, and has no gradient.
+            which query heads, as range(3, 6); num_heads is the number of query heads in the layer. In a branch of
+            dilation rate r a head reads one of every r positions. Which one depends on the head's number in the layer.
+        cache: a `DilatedCache`, which holds the rows of earlier calls. This call appends its N rows at
+            `cache.position`, and has no gradient.
         lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. The rows after these are
             padding, and get the out and lse of a query that attends to no key.
 
@@ -237,7 +238,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor
         query, key, value, out, lse, state = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
     except RuntimeError as error:
-        # Tell the other ranks of the error (a saved tensor was changed in place, say), because they wait for this rank.
+        # Tell the other ranks, which wait for this rank, of the error. (A saved tensor was changed in place, say.)
         if ctx.context is not None and not isinstance(error, ExchangeError):
             refuse(ctx.context.key, str(error))
         raise

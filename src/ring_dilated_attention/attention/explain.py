@@ -1,4 +1,4 @@
-"""explain: which kernel and exchange an attention call would use, and why not the others."""
+"""`explain` tells which kernel and exchange an attention call would use, and why."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from .validate import autocast, call_of, refuse_others
 class Explanation:
     """The kernel and the exchange that a call would use. `str` gives a text that also lists the reasons.
 
-    reasons: for each backend, op and exchange, by name, why it would be used or not.
+    reasons: maps the name of each backend, op and exchange to the reason why it would be used or not.
     """
 
     kernel: str

@@ -18,7 +18,7 @@ def with_sinks(out_BNHD: Tensor, lse_BNH: Tensor, sinks: Tensor) -> tuple[Tensor
     sinks: the sink's score, of a shape that broadcasts to (B, N, H). Where the score is -inf, out and lse do not
     change.
     """
-    # Replace scores of -inf by 0, because for a query without keys lse - sink would be (-inf) - (-inf), which is NaN.
+    # Replace scores of -inf by 0: for a query without keys lse is -inf too, and lse - sink would be NaN.
     is_none = sinks == -torch.inf
     sinks = sinks.to(lse_BNH.dtype).masked_fill(is_none, 0)
     # Compute sigmoid(x) as logsigmoid(x).exp(), because the gradient of torch.sigmoid multiplies by 1 - weight, which

@@ -18,8 +18,8 @@ from ..run.dilated_cache import DilatedCache
 from .op import define_op
 from .sinks import why_no_sinks
 
-# Arguments of torch's scaled_dot_product_attention and flex_attention, and of flash_attn, each with the words that tell
-# what to do in `dilated_attention` instead.
+# Arguments of torch's scaled_dot_product_attention and flex_attention, and of flash_attn. The value of each says what
+# to do in `dilated_attention` instead.
 _NONE = "torch's kernels have none"
 _SEEN = "the pattern says which keys a query sees, and cu_seqlens separates documents"
 ARGUMENTS_OF_TORCH = {

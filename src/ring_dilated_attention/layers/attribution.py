@@ -40,7 +40,8 @@ def attention_weights(
 
     Args:
         x: the input of the attention itself, on one device. (In a layer with norm_first it is the output of the norm.)
-        queries: (Q,) integers, the positions of the queries. Time grows with Q: one backward computes D queries.
+        queries: (Q,) integers, the positions of the queries. One backward computes the weights of D queries, so the
+            time grows with Q / D.
         key_padding_mask, positions, cu_seqlens: the arguments with which the layer is called on x.
     """
     if not isinstance(attention, MultiheadDilatedAttention):
@@ -101,7 +102,7 @@ def attention_weights(
 
 
 def influence(output: Callable[[Tensor], Tensor], x: Tensor, *, num_steps: int = 16) -> Tensor:
-    """How much each position of x moves an output through all layers: (B, N), by integrated gradients
+    """How much each position of x changes an output, through all layers: (B, N). Computed by integrated gradients
     (arXiv 1703.01365).
 
         influence(lambda x: model(x)[:, label], recordings)

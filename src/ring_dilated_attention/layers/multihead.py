@@ -46,9 +46,9 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
 
         out = out_proj(subln(dilated_attention(rotate(query Wq), rotate(key Wk), value Wv)))
 
-    `rotary` adds `rotate`; `sub_layernorm` adds `subln`, a LayerNorm as in MAGNETO. Parameters have the names and
-    shapes of torch's module, so a `state_dict` of torch's module loads unchanged. in_proj_weight (E + 2GD, E) stacks
-    Wq, Wk and Wv.
+    `rotate` is there only with `rotary`, and `subln` (a LayerNorm, as in MAGNETO) only with `sub_layernorm`. Parameters
+    have the names and shapes of torch's module, so a `state_dict` of torch's module loads unchanged. Wq, Wk and Wv are
+    stacked in in_proj_weight (E + 2GD, E).
 
     Args:
         pattern: which keys each query attends to, causal or not.
@@ -62,9 +62,9 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
             makes such modules. The outputs of modules that together hold all heads add up to the output of the whole
             layer. Only the module that holds head 0 adds out_proj's bias.
 
-    The module can replace the attention of nn.TransformerEncoderLayer (`layer.self_attn = module`), and so work in
-    nn.TransformerEncoder. Dropout, attention masks, attention weights, cross-attention and extra key/value rows are
-    not supported: asking for them raises an error.
+    The module can replace the attention of nn.TransformerEncoderLayer (`layer.self_attn = module`), also within
+    nn.TransformerEncoder. Dropout, attention masks, attention weights, cross-attention and extra key/value rows are not
+    supported, and raise an error.
     """
 
     in_proj_bias: nn.Parameter | None
@@ -159,7 +159,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
 
     @torch.no_grad()
     def held(self, heads: range) -> "MultiheadDilatedAttention":
-        """A module that holds some of this module's query heads, with copies of the parameters of these heads."""
+        """A module that holds some of this module's query heads, with copies of their parameters."""
         if len(self.heads_held) < self.num_heads:
             raise ValueError(
                 f"this module has {self.heads_held} of {self.num_heads} heads: call `held` of a module with all heads"
@@ -223,7 +223,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         Args:
             key_padding_mask: bool (B, N), True at padding, which must follow the valid positions of each batch entry.
                 Each entry becomes a document of its own length. Padded positions are zeros before `out_proj`.
-            is_causal: the hint that torch passes. True needs a causal pattern. With False and None the pattern decides.
+            is_causal: the hint that torch passes. True raises an error unless the pattern is causal. False and None
+                have no effect.
             positions: integer (N,), the positions by which `rotary` rotates the rows, or their `rotary_table`, which
                 the layers of a model can share. None means 0, 1, ... within each document, counted over all ranks
                 under `parallel`. With a cache, None means from `cache.position` on. Instead of None, a call with a

@@ -27,17 +27,17 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 class ContextParallel(NamedContext):
     """Shares a sequence among the ranks of a group. Each rank holds some of the positions (its shard), with all heads.
 
-    All ranks of the group make the context at the same time. Every rank runs every forward and every backward, even if
-    its shard is empty. A backward runs only if the loss depends on the output of its forward. So a rank that has no use
-    for the output adds 0 * out.sum() to its loss. (A forward runs even if nothing uses its output, compiled or not.)
+    All ranks of the group construct the context together. Every rank runs every forward and every backward, even if its
+    shard is empty. A backward runs only if the loss depends on the output of its forward. So a rank that has no use for
+    the output adds 0 * out.sum() to its loss. (A forward runs even if nothing uses its output, compiled or not.)
 
     `rank` is this process's number, below `world_size`. It may differ from the number in the group, because processes
-    of one host get consecutive numbers. (On a 2-D mesh, whole rows of the mesh are reordered.) `name` is the context's
-    name in errors, the same on every rank.
+    of one host get consecutive numbers. (On a 2-D mesh, only whole rows are reordered.) `name` is the context's name in
+    errors, the same on every rank.
 
-    Copies of a module (EMA, nn.TransformerEncoder) hold the same context. Until `close` a context belongs to the thread
-    of its first call. A call in another thread raises ValueError on all ranks. In a forked process (a DataLoader's
-    worker) only `positions` works, and calls that involve other ranks raise ValueError.
+    Copies of a module (EMA, nn.TransformerEncoder) hold the same context. The thread that makes the first call owns the
+    context until `close`. A call in any other thread raises ValueError on all ranks. In a forked process (a
+    DataLoader's worker) only `positions` works, and calls that involve other ranks raise ValueError.
 
     torch.compile(fullgraph=True) takes `dilated_attention` and `MultiheadDilatedAttention`. Make the other calls that
     need all ranks (`shard`, `shard_batch`, `unshard`, `mean_loss`, LongNetLM's loss) outside compiled code.
@@ -119,7 +119,7 @@ class ContextParallel(NamedContext):
     def close(self) -> None:
         """Close the context's process groups, with their connections and threads. No call can follow.
 
-        All ranks call `close` when they no longer need the context, also after an error, and before they make another
+        All ranks call `close` when they no longer need the context, even after an error, and before they make a new
         context.
         """
         self.ranks.close()
@@ -213,8 +213,7 @@ class ContextParallel(NamedContext):
 
         Ranks hold different numbers of terms, so the mean of the ranks' means would be wrong. Averaged over the ranks,
         as DDP and FSDP2 do, what a backward computes is the gradient of the mean of the ranks' losses, here of this
-        mean. Whatever you do to the result, do it on every rank: a factor on one rank alone would scale only that
-        rank's terms.
+        mean. If you scale the result, scale it on every rank: a factor on one rank would scale only that rank's terms.
 
         Args:
             local_sum: the sum of the loss over this rank's positions, a scalar tensor. A rank that owns no position
@@ -228,8 +227,8 @@ class ContextParallel(NamedContext):
                 further.
 
         Raises:
-            ValueError: on every rank, for a sum or a number of terms that cannot be right, and if `over` lacks some of
-                this context's ranks or is not the same context on all of them.
+            ValueError: on every rank, for an impossible sum or number of terms, and if `over` lacks a rank of this
+                context or differs between ranks.
         """
         if over is None:
             return mean_loss(self.ranks, local_sum, local_count, step_count)
@@ -238,9 +237,9 @@ class ContextParallel(NamedContext):
         fields: dict[str, object] = {"call": "mean_loss over more ranks"}
         if not failure:
             fields["over"] = f"{over.name} of ranks {over.ranks.members}"
-        # If a rank of this context refuses `over`, `agree` raises on all ranks of this context, and none of these ranks
-        # takes part in `over`. `all_or_none` then breaks the connections of `over`, so that ranks of other contexts,
-        # which may already wait in `over`, fail and do not hang.
+        # If a rank of this context refuses `over`, `agree` raises on all ranks of this context, and none of them calls
+        # `over`. Ranks of other contexts may already wait in `over`. So `all_or_none` breaks the connections of `over`,
+        # and these ranks fail and do not hang.
         with nullcontext() if failure or over is self else over.ranks.all_or_none():
             self.ranks.agree(0, fields, failure)
         return mean_loss(over.ranks, local_sum, local_count, step_count)

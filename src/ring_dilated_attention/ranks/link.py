@@ -25,7 +25,7 @@ from .watching import Handle, Progress, Sentinel, Worker, with_threads
 
 _WATCH_SECONDS = 0.1
 _GRACE_SECONDS = 1.0
-# Messages to one peer are joined if each has at most this many bytes.
+# Messages of at most this many bytes to the same peer are joined.
 _SHORT_BYTES = 64 * 1024
 _UNUSED_TAG = 1  # the tag of receives that nobody answers; all messages have tag 0
 _TEXT_BYTES = 1024
@@ -100,7 +100,7 @@ class GroupLink:
         self.reorder(members)
         self.failure: str | None = None
         self.links = links  # all links of the context: if a link fails, `fail` breaks all links
-        # By kind of call (forward, shard, ...): the `length` that each rank last passed to `agree` (handshake.py).
+        # For each kind of call (forward, shard, ...): the `length` that each rank last passed to `handshake.agree`.
         self.agreed: dict[str, tuple[int, ...]] = {}
         # Whether ranks compare the numbers of the modules that call. `_raise_alike` (handshake.py) clears the flag once
         # ranks have made different numbers of modules, because a layer may then have a different number on each rank.
@@ -173,8 +173,8 @@ class GroupLink:
             self.fail(moment, handles[num_done].description, error)
 
     def fail(self, moment: str, description: str, error: Exception) -> NoReturn:
-        """Raise ExchangeError, and break all groups of the context, since other ranks may wait for this rank in any of
-        them."""
+        """Raise ExchangeError, and break all groups of the context, because other ranks may wait for this rank in any
+        group."""
         if self.failure is None:
             reason = reason_of(error)
             place = f"(group {self.name!r}, rank {self.members[self.rank]})"
@@ -215,8 +215,8 @@ class GroupLink:
     def _receive_nothing(self, peer: int) -> dist.Work:
         """Start a receive that nobody answers. peer: the peer's rank in torch's group.
 
-        The receive has a tag that no message has, because gloo ends the process if a message of another size arrives
-        with the receive's tag.
+        The receive has a tag that no message has: if a message of a different size arrived with its tag, gloo would end
+        the process.
         """
         return self.group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
 

@@ -56,8 +56,8 @@ def _group_name(members: Sequence[int]) -> str:
 
 @contextmanager
 def _groups_named(name: str) -> Iterator[None]:
-    """A context manager: a group that this thread makes in its block gets this name. (torch has no option for the name
-    of a group.)"""
+    """A context manager: a group that this thread makes within it gets this name. (torch has no option for the name of
+    a group.)"""
     here = current_thread()
     with _naming:
         torch_name: Any = getattr(distributed_c10d, "_process_group_name", None)
@@ -73,8 +73,8 @@ def _groups_named(name: str) -> Iterator[None]:
 
 
 def backends_with_cpu(default: str) -> str | None:
-    """The backends for a new group: the backends of torch's default group, and gloo for CPU tensors. None if the
-    default group already has a backend for the CPU.
+    """The backends for a new group: those of torch's default group, and gloo for CPU tensors. None if the default group
+    already has a backend for the CPU.
 
     After `init_process_group("nccl")` the default group has only "cuda:nccl", which cannot send counts of losses, token
     ids and masks that are on the CPU.
@@ -128,7 +128,7 @@ class Processes(Ranks):
         return self.control.members
 
     def connect(self, cut: ShardSpec | None, exchange: str, failure: str | None) -> None:
-        """Check that all ranks have the same arguments, and make the groups for data.
+        """Check that all ranks passed the same arguments, and make the groups that send data.
 
         Raises:
             ValueError: on every rank, if any rank has bad arguments, or if arguments differ between ranks.
@@ -354,8 +354,8 @@ _dropped: dict[str, list[GroupLink]] = {}
 
 
 def note_dropped(opened: list[GroupLink], name: str, process: int) -> None:
-    """Runs when a context is freed. If the context was not closed, keep its links until all ranks make the next
-    context, and warn."""
+    """Called when a context is freed. If the context was not closed, warn, and keep its links until all ranks make the
+    next context."""
     if not opened:
         return
     _dropped[name] = opened

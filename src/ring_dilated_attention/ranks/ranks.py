@@ -163,8 +163,7 @@ class Ranks:
 
     @contextmanager
     def called_by(self, number: int | None) -> Iterator[None]:
-        """A context manager that sets `caller`, the number of the module that calls, and resets it to None after its
-        block."""
+        """A context manager that sets `caller`, the number of the calling module, and resets it to None afterwards."""
         self.caller = number
         try:
             yield
@@ -249,8 +248,8 @@ class Ranks:
                 return executor.forward(rank_plan, options, **tensors)
             uses_lse = call.return_lse or call.has_sinks
             if rank_plan.dealing is not None and tensors["dlse"] is None and uses_lse:
-                # If this rank's loss does not use lse, dlse is None. Send zeros, because the losses of other ranks may
-                # use lse, and then every rank must take part in the exchange of dlse.
+                # If this rank's loss does not use lse, dlse is None. Use zeros instead: if another rank's loss uses
+                # lse, every rank must take part in the exchange of dlse.
                 tensors["dlse"] = torch.zeros_like(tensors["lse"])
             return executor.backward(rank_plan, options, BackwardRows(**tensors))
 

@@ -24,7 +24,7 @@ def check_dim(call: str, x: Any, dim: Any) -> None:
 
 
 def rows_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
-    """The fields of the handshake before ranks gather each other's rows: values that must be the same on all ranks."""
+    """The fields of the handshake that precedes a gather of rows: values that must be the same on all ranks."""
     return {
         "call": call,
         "dim": dim,

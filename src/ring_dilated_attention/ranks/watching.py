@@ -56,7 +56,8 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def end_all_threads() -> None:
-    """End all threads: a thread that returns from gloo while Python ends would abort the process (std::terminate)."""
+    """End all threads, because a thread that returns from gloo while Python exits would abort the process
+    (std::terminate)."""
     for link in list(with_threads):
         link.end_threads()
     for thread in list(_threads):
