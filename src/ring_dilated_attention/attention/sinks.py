@@ -15,8 +15,7 @@ def with_sinks(out_BNHD: Tensor, lse_BNH: Tensor, sinks: Tensor) -> tuple[Tensor
         out' = out * exp(lse) / (exp(lse) + exp(sink))
         lse' = log(exp(lse) + exp(sink))
 
-    sinks: the sink's score, of a shape that broadcasts to (B, N, H). Where the score is -inf, out and lse do not
-    change.
+    sinks: the sink's score, of a shape that broadcasts to (B, N, H). A score of -inf changes nothing.
     """
     # Replace scores of -inf by 0: for a query without keys lse is -inf too, and lse - sink would be NaN.
     is_none = sinks == -torch.inf

@@ -63,8 +63,7 @@ def on_host(cu_seqlens: Any) -> Any:
 
 
 def autocast(x: Any) -> Any:
-    """x in the dtype to which torch's own attention casts x under autocast. float64 and integer tensors are not
-    cast."""
+    """x in the dtype to which torch's own attention casts it under autocast. float64 and integers are not cast."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     # Skip tensors on the device "meta", for which is_autocast_enabled raises an error. (is_autocast_available

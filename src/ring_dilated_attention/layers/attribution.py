@@ -35,8 +35,8 @@ def attention_weights(
     `out_proj`. So weight[i, j] is the derivative of an entry of out[i] with respect to the same entry of value[j].
     The weights of a query at padding are 0.
 
-    The weights of one layer alone can mislead, because the layers before it have mixed positions. `influence` looks
-    through all layers.
+    The weights of a single layer can mislead, because earlier layers have already mixed the positions. `influence`
+    looks through all layers.
 
     Args:
         x: the input of the attention itself, on one device. (In a layer with norm_first it is the output of the norm.)

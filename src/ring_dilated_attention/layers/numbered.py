@@ -8,7 +8,7 @@ from ..ranks.context import ContextParallel
 
 
 class NumberedModule(nn.Module):
-    """A module whose calls run over several ranks. Before a call the ranks compare the numbers of their modules, and
+    """A module that several ranks call together. Before a call the ranks compare the numbers of their modules, and
     raise an error if the numbers differ."""
 
     parallel: ContextParallel | None = None
@@ -20,6 +20,6 @@ class NumberedModule(nn.Module):
         self._number = None if parallel is None else parallel.ranks.number_module()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Give a copy of the module a number of its own."""
+        """Give a copy of the module its own number."""
         super().__setstate__(state)
         self.share(self.parallel)

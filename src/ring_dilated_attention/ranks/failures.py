@@ -1,5 +1,4 @@
-"""`ExchangeError`, which is raised if a message does not arrive, and parts of its text: the reason and its usual
-cause."""
+"""`ExchangeError`, raised if a message does not arrive, and parts of its text: the reason and its usual cause."""
 
 import re
 

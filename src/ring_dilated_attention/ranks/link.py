@@ -120,7 +120,7 @@ class GroupLink:
             dist.all_reduce(torch.zeros(1, device=card_of(self.group)), group=self.group)
 
     def reorder(self, members: Sequence[int]) -> None:
-        """Put the group's members, given by their global ranks, into this order."""
+        """Reorder the group's members. members: their global ranks in the new order."""
         self.members = list(members)
         # `order[i]` is the rank of `members[i]` in torch's group.
         self.order = [dist.get_group_rank(self.group, member) for member in members]
@@ -173,8 +173,7 @@ class GroupLink:
             self.fail(moment, handles[num_done].description, error)
 
     def fail(self, moment: str, description: str, error: Exception) -> NoReturn:
-        """Raise ExchangeError, and break all groups of the context, because other ranks may wait for this rank in any
-        group."""
+        """Raise ExchangeError, and break all groups of the context: other ranks may wait for this rank in any group."""
         if self.failure is None:
             reason = reason_of(error)
             place = f"(group {self.name!r}, rank {self.members[self.rank]})"

@@ -41,8 +41,7 @@ def refuse(key: str, reason: str) -> None:
 
 
 # Make torch.compile run `refuse` while it traces, so that the other ranks learn of a refused call immediately. The
-# decorator torch.compiler.assume_constant_result sets this attribute too, but imports dynamo, which takes a second or
-# two.
+# decorator torch.compiler.assume_constant_result sets this attribute too, but imports dynamo, which is slow.
 refuse.__dict__["_dynamo_marked_constant"] = True
 
 

@@ -37,8 +37,7 @@ _num_groups: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = We
 
 
 def _group_name(members: Sequence[int]) -> str:
-    """A name for the next group of these ranks, made from their ranks and the number of groups that they have made so
-    far.
+    """A name for the next group of these ranks, made from their ranks and how many groups they have made so far.
 
     torch's own names do not work. Before torch 2.14 a new group may get the name of a closed group, and then tries to
     connect to that group's ports, which are closed. From 2.14 on torch makes the name from the number of all groups
@@ -100,8 +99,7 @@ def _side_by_side(members: Sequence[int], hosts: Sequence[str], inner: int) -> l
 
 
 class Processes(Ranks):
-    """The processes of a group. They make their own communicators, so that a failed message does not break the user's
-    communicators.
+    """The processes of a group. They make their own communicators, so that a failed message does not break the user's.
 
     control: connects all ranks, for handshakes over gloo.
     all: connects all ranks, for data on any device.

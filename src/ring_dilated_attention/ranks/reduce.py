@@ -11,8 +11,8 @@ from .ranks import Ranks
 
 
 def all_reduce(ranks: Ranks, x: Tensor, call: str = "all_reduce") -> Tensor:
-    """The sum of all ranks' tensors, without a gradient. Tensors must be small: each rank gathers the tensors of all
-    ranks."""
+    """The sum of all ranks' tensors, without a gradient. Tensors must be small: each rank gathers every rank's
+    tensor."""
     ranks.check_all_here(call)
     fields: dict[str, object] = {
         "call": call,

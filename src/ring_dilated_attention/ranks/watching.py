@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 
 class Handle(NamedTuple):
-    """A message to wait for. work: torch's handle of the message. description: what an error says if this message
-    fails.
+    """A message to wait for. work: torch's handle of the message. description: what an error says if the message fails.
     peer: the rank that gets or sends the message."""
 
     work: dist.Work
@@ -56,8 +55,7 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def end_all_threads() -> None:
-    """End all threads, because a thread that returns from gloo while Python exits would abort the process
-    (std::terminate)."""
+    """End all threads: a thread that returns from gloo while Python exits would abort the process (std::terminate)."""
     for link in list(with_threads):
         link.end_threads()
     for thread in list(_threads):
