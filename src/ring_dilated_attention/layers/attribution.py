@@ -102,7 +102,7 @@ def attention_weights(
 
 
 def influence(output: Callable[[Tensor], Tensor], x: Tensor, *, num_steps: int = 16) -> Tensor:
-    """How much each position of x changes an output, through all layers: (B, N). Computed by integrated gradients
+    """How much each position of x changes an output, through all layers: (B, N), computed by integrated gradients
     (arXiv 1703.01365).
 
         influence(lambda x: model(x)[:, label], recordings)
