@@ -37,8 +37,8 @@ class ShardSequence(ParallelStyle):
 
     Args:
         sharding, exchange: as for `ContextParallel`.
-        shard_inputs: pass whole tensors (B, N, ...), the same on every rank, to the module, which takes this rank's
-            rows. By default pass shards.
+        shard_inputs: the module receives whole tensors (B, N, ...), the same on every rank, and takes this rank's rows.
+            By default it receives shards.
         unshard_outputs: the module returns whole tensors, the same on every rank. By default the module returns shards.
     """
 
@@ -129,9 +129,9 @@ class ShardHeads(ParallelStyle):
 
 
 def _each(change: Callable[[Tensor], Tensor], nested: Any) -> Any:
-    """Nested tuples, lists and dicts, with `change` applied to every tensor (B, N, ...) in them.
+    """Apply `change` to every tensor (B, N, ...) in nested tuples, lists and dicts, and return the result.
 
-    Other values stay as they are. A tensor that occurs twice is changed once.
+    Values that are no tensors of two or more dims stay as they are. A tensor that occurs twice is changed once.
     """
     changed: dict[int, Tensor] = {}
 
@@ -152,8 +152,8 @@ def _each_input(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tupl
 def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: bool = False) -> None:
     """Check, after DDP or fully_shard, that the ranks that share a sequence also average their gradients.
 
-    Call this function outside of a forward. Two things are not checked: whether gradients are averaged over replicas
-    too, and the process groups of FullyShardedDataParallel's hybrid strategies.
+    Call this function outside of a forward. Two things are not checked: the averaging over replicas (ranks with
+    different sequences), and the process groups of FullyShardedDataParallel's hybrid strategies.
 
     Args:
         by_hand: pass True if your own loop, or DeepSpeed, averages some gradients. Then parameters that DDP and
@@ -179,7 +179,7 @@ def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: boo
                     "process_group out, which takes all ranks."
                 )
         if isinstance(child, FSDPModule):
-            # Make parameters DTensors: after a forward without a backward they may be plain tensors.
+            # Turn parameters into DTensors again: after a forward without a backward FSDP2's may be plain tensors.
             child.reshard()
         if isinstance(child, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)):
             wrappers.append(child)
@@ -197,7 +197,7 @@ def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: boo
 
 
 def _averaged_by(wrapper: Any) -> Iterator[nn.Parameter]:
-    """The parameters whose gradients DDP or FSDP averages: all but the parameters that it was told to ignore."""
+    """The parameters whose gradients `wrapper` (DDP or FSDP) averages: all except those that it was told to ignore."""
     for name, parameter in wrapper.named_parameters():
         if isinstance(wrapper, DistributedDataParallel):
             is_averaged = name.removeprefix("module.") not in wrapper.parameters_to_ignore
@@ -239,10 +239,10 @@ def replace_attention(
     The module is changed in place and returned. Its parameters stay the same objects under the same names, so that
     optimizers and checkpoints still fit. A decoder's cross-attention stays.
 
-    Call the module without src_mask and tgt_mask: the pattern decides on causality.
+    Call the module without src_mask and tgt_mask: the pattern decides whether attention is causal.
 
     Args:
-        pattern: who attends whom.
+        pattern: which positions a query attends to.
         rotary: as for MultiheadDilatedAttention. Rotary embeddings have no parameters. None keeps the rotary embedding
             of the replaced attention (torch's attention has no rotary embedding).
         parallel: the ranks that share the sequences, as for MultiheadDilatedAttention.
@@ -250,8 +250,8 @@ def replace_attention(
     If the replaced attention is a MultiheadDilatedAttention already, its sub_layernorm and its backend are kept.
 
     Raises:
-        ValueError: if there is no such layer, or if an attention cannot be replaced (dropout, batch_first=False, extra
-            key/value rows). The module is then unchanged.
+        ValueError: if the module has no layer of these two classes, or if an attention cannot be replaced (dropout,
+            batch_first=False, extra key/value rows). The module is then unchanged.
     """
     kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     layers: dict[str, Any] = {
@@ -270,7 +270,7 @@ def replace_attention(
         layer.self_attn = attention
     for child in module.modules():
         if isinstance(child, nn.TransformerEncoder):
-            # Switch off nested tensors, because for them torch takes a fast path, which calls torch's attention.
+            # Switch off nested tensors: with them torch takes a fast path that calls torch's own attention.
             child.use_nested_tensor = False
     return module
 

@@ -65,7 +65,7 @@ def attend(
 
     Args:
         attention_mask: the mask that `make_mask` returned.
-        position_ids: (1 or B, M). Where the positions start anew, another packed document begins.
+        position_ids: shape (1, M) or (B, M). A packed document begins wherever the positions do not increase by 1.
         cu_seq_lens_q: the borders of packed documents, used instead of position_ids. Under `parallel` these are the
             borders in the whole sequence.
         parallel: the ranks that share the sequence. The rows are then this rank's shard.
@@ -85,8 +85,8 @@ def attend(
         pattern = layer_pattern(module.config, sliding_window, is_causal=bool(is_causal))
         num_heads = query_BHMD.shape[1]
         if not is_own:
-            # Take the number of all heads from the config, because under tensor parallelism this rank may have only
-            # some heads, and the keys that a head reads depend on the head's number among all heads.
+            # Take the layer's number of heads from the config: under tensor parallelism this rank may have only some of
+            # the heads. Which keys a head reads depends on its number among all heads of the layer.
             num_heads = getattr(module.config, "num_attention_heads", num_heads)
         heads = held_heads(module, query_BHMD.shape[1], num_heads) or range(num_heads)
         bounded: BoundedLayer | None = getattr(key_BGSD, MARK, None)
@@ -198,7 +198,7 @@ def find_borders(position_ids: Tensor, batch: int, num_rows: int) -> Tensor | No
             "which dilated attention reads where packed documents begin."
         )
     resets = position_ids.diff() != 1
-    if torch.compiler.is_compiling():  # here only assert, because a graph cannot branch on data
+    if torch.compiler.is_compiling():  # only assert: a graph cannot branch on data
         torch._assert_async(~resets.any(), PACKED_IN_COMPILED_CODE)
         return None
     if not resets.any():
@@ -313,7 +313,7 @@ def make_mask(
             "self-attention; cross-attention and encoders with a cache are not supported."
         )
     if not is_own:
-        # Call this only for its ValueError, if the config has no pattern. A call without a mask must raise it too.
+        # Raise the ValueError of `pattern_of` if the config has no pattern. The pattern itself is not needed here.
         pattern_of(config, is_causal=True)
     elif kv_length != q_length:
         raise ValueError(
@@ -365,7 +365,7 @@ def _counts(
     for i, branch in enumerate(pattern.branches):
         length, rate = branch.segment_length, branch.dilation_rate
         phases = [pattern.phase_of(i, head, num_heads) for head in range(num_heads)]
-        # Give a head that does not run this branch the phase -1, which no position has, so that it reads nothing.
+        # Give a head that does not run this branch the phase -1. No position has this phase, so the head reads no key.
         phases_H1 = torch.tensor([-1 if s is None else s for s in phases], device=query_BM.device)[
             :, None
         ]

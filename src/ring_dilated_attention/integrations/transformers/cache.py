@@ -1,4 +1,4 @@
-"""A `Cache` of transformers that holds only what a later query can still see, at any length.
+"""A `Cache` of transformers that holds only the rows that later queries can attend to. Its size is bounded.
 
 B batch, H query heads, G key/value heads, M rows, D head dim.
 """
@@ -31,8 +31,8 @@ class BoundedCache(Cache):
     Args:
         model: a transformers model with dilated attention.
         max_len: the largest number of positions in a sequence, if it is known. No buffer gets more rows than this.
-        keep: `crop` can always remove this many of the newest positions, even if that reopens a segment that was
-            complete. For assisted generation and prompt lookup pass the number of tokens of a draft.
+        keep: how many of the newest positions `crop` can always remove, even if a complete segment becomes incomplete.
+            For assisted generation and prompt lookup pass the number of tokens of a draft.
 
     Raises:
         ValueError: for a model without a pattern. Also for Phi-3 and Phi-MoE, unless `max_len` is at most their
@@ -71,7 +71,7 @@ class BoundedLayer(CacheLayerMixin):
         super().__init__()
         self.config, self.max_len, self.keep = config, max_len, keep
         self.cache: DilatedCache | None = None
-        self.num_positions = 0  # the positions in the cache, padding included
+        self.num_positions = 0  # the number of positions in the cache, padding included
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing. The first `attend` allocates the buffers, because `attend` knows which heads this rank has."""
@@ -93,8 +93,8 @@ class BoundedLayer(CacheLayerMixin):
         num_heads: int,
         scale: float | None,
     ) -> Tensor:
-        """Append the keys and values to the cache, and attend to all rows that it holds. Returns out (B, M, H, D), 0 at
-        padding."""
+        """Append the keys and values to the cache, and attend to all rows in the cache. Returns out (B, M, H, D), which
+        is 0 at padding."""
         pattern = pattern_of(self.config, is_causal=True)
         rows_BMHD = [x.transpose(1, 2) for x in (query_BHMD, key_BGMD, value_BGMD)]
         batch, num_rows = query_BHMD.shape[0], query_BHMD.shape[2]
@@ -150,7 +150,7 @@ class BoundedLayer(CacheLayerMixin):
             self.cache.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last positions. transformers passes the number of positions as a negative number."""
+        """Remove the newest positions. To remove n positions, transformers passes -n."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass minus the number of positions to remove."

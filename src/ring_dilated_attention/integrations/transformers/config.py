@@ -24,11 +24,12 @@ FIELDS = {item.name for item in fields(DilatedPattern)} - {"is_causal"}
 
 
 class PatternField:
-    """`config.dilated_attention`: {"segment_lengths": [...], "dilation_rates": [...]}, and other fields of a pattern.
+    """`config.dilated_attention`: {"segment_lengths": [...], "dilation_rates": [...]}, and optional further fields.
 
     A config with a pattern asks for dilated attention. transformers does not save the name of the attention: a model
-    saved with the pattern alone would silently load with another attention. This field therefore saves the name as
-    "attn_implementation" in config.json. transformers then refuses to load the model before `register` is called.
+    saved with the pattern alone would silently load with a default attention of transformers. This field therefore
+    saves the attention's name as "attn_implementation" in config.json. transformers then refuses to load the model
+    before `register` is called.
     """
 
     def __get__(self, config: Any, owner: type | None = None) -> Any:
@@ -49,12 +50,12 @@ class PatternField:
             )
         config.__dict__[FIELD] = to_fields(value)
         config.__dict__["attn_implementation"] = NAME  # config.json saves this name
-        # Choose the attention that is computed. The key "" stands for this config without its sub-configs.
+        # Choose the attention that this config's own layers compute. The key "" leaves its sub-configs as they are.
         config._attn_implementation = {"": NAME}
 
 
 def pattern_of(config: Any, *, is_causal: bool) -> DilatedPattern:
-    """The pattern of a config. Raises ValueError if the config has no pattern, or one that is not valid."""
+    """The pattern of a config. Raises ValueError if the config has no pattern, or an invalid one."""
     values = getattr(config, FIELD, None)
     if values is None:
         raise ValueError(
@@ -71,12 +72,12 @@ def is_as_trained(config: Any) -> bool:
 
 
 def layer_pattern(config: Any, window: int | None, *, is_causal: bool) -> DilatedPattern:
-    """The pattern of one layer. This is the config's pattern, if it has one.
+    """The pattern of one layer. This is the config's pattern, if the config has one.
 
-    Otherwise the model keeps its own attention, and the pattern is the layer's window. Without a window it is dense
-    attention.
+    Otherwise the model keeps its own attention, and the pattern is the layer's window. Without a window the pattern is
+    dense.
 
-    window: the window as transformers passes it: a query sees the keys less than `window` positions away.
+    window: the window as transformers passes it: a query attends to keys less than `window` positions away.
     """
     if not is_as_trained(config):
         return pattern_of(config, is_causal=is_causal)

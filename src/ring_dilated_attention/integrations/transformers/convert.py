@@ -41,8 +41,8 @@ def register() -> None:
 def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> None:
     """Give a model of transformers dilated attention, in place. The parameters stay as they are.
 
-    The model then computes another function, unless one segment at rate 1 holds the whole sequence. A model that was
-    trained with dense attention predicts worse until it is trained with the pattern.
+    The model's outputs then change, unless one segment at rate 1 covers the whole sequence. A model that was trained
+    with dense attention predicts worse until it is trained with the pattern.
 
     Args:
         model: a PreTrainedModel that takes its attention from transformers' attention interface.
@@ -79,7 +79,7 @@ def check_as_trained(model: Any) -> None:
 
 
 def switch_attention(model: Any, name: str) -> list[tuple[Any, str]]:
-    """Switch a model to the attention that transformers knows by this name.
+    """Switch a model to the attention that transformers knows as `name`.
 
     Returns pairs (a config of the model, the name of the attention that it had before). Raises ValueError if the model
     does not switch.
