@@ -1,7 +1,7 @@
-"""Context parallelism for models of transformers, also under its Trainer. Every rank is given the whole sample, and
-computes its shard of the sample.
+"""Context parallelism for models of transformers, also under transformers' Trainer. Every rank receives the whole
+sample, and computes its own shard of it.
 
-The loss of a shard is summed slice by slice: T rows of a slice, E width of hidden states.
+The loss of a shard is computed and summed in slices of rows. Shape suffixes: T rows per slice, E embedding.
 """
 
 import inspect
@@ -40,13 +40,14 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     right, in a causal model, with labels of -100.
 
     Outputs: every rank returns the loss of the whole sample. Logits and hidden states are this rank's rows;
-    `parallel.unshard` joins the rows of all ranks, for a loss of your own too. With labels no logits are returned: they
-    are computed for some rows at a time, and again in backward.
+    `parallel.unshard` joins the rows of all ranks, also to compute a loss of your own. With labels no logits are
+    returned: they are computed for a slice of rows at a time, and again in backward.
 
     Gradients: averaged over the ranks, as DDP, FSDP2 and DeepSpeed do, what a backward computes is the gradient of the
-    mean of the ranks' losses. To a trainer ranks look like replicas.
+    mean of the ranks' losses. A trainer may treat the ranks as replicas.
 
-    A model without a pattern in its config keeps the attention that it was trained with: each layer's window and sinks.
+    A model without a pattern in its config keeps the attention that it was trained with, with each layer's window and
+    sinks.
 
     Raises:
         ValueError: if this package does not compute the model's attention, or if the model takes no position_ids. Also
@@ -90,16 +91,16 @@ SHARDED = "sharded_forward"  # the attribute of a model that holds its ShardedFo
 class ShardedForward:
     """The hooks of `context_parallel`: before a model's forward, after it, and after its decoder.
 
-    The decoder computes the hidden states of this rank's rows. The loss takes some rows at a time: a slice. To get the
-    logits of a slice, the model's forward is called once more, with a decoder that only returns the slice's hidden
-    states. So the model changes its logits as it always does (NanoChat caps its logits, Cohere scales its logits).
+    The decoder computes the hidden states of this rank's rows. The loss is computed for a slice of these rows at a
+    time. To get the logits of a slice, the model's forward is called once more, with a decoder that only returns the
+    slice's hidden states. This keeps what the model itself does to logits (NanoChat caps them, Cohere scales them).
     """
 
     def __init__(self, model: Any, parallel: ContextParallel) -> None:
         self.parallel, self.model = parallel, model
         self.parameters = inspect.signature(model.forward)
         self.shard: dict[str, Any] = {}  # the arguments of the forward for this rank's shard
-        # The labels of this rank's shard. None if the forward has no labels, and between forwards.
+        # The labels of this rank's shard. None between forwards, and in a forward without labels.
         self.labels: Tensor | None = None
         self.num_labels: int | Tensor = 0  # the number of labels in the whole sample
         self.local_sum: Any = None  # the sum of the losses of this rank's labels
@@ -107,7 +108,7 @@ class ShardedForward:
         # Pairs (config, name of its attention before `context_parallel` switched the model to AS_TRAINED). Empty if the
         # model was not switched.
         self.attention_before: list[tuple[Any, str]] = []
-        self.attention = model.config._attn_implementation  # the attention that forwards must have
+        self.attention = model.config._attn_implementation  # the attention that forwards must use
         decoder = model.get_decoder()
         if not isinstance(decoder, PreTrainedModel):
             # Take the base model, because ModernBERT's get_decoder() returns the model's last layer.
@@ -145,8 +146,8 @@ class ShardedForward:
     ) -> tuple[tuple, dict[str, Any]]:
         """Replace the whole sample in the arguments of a forward by this rank's shard of the sample.
 
-        This rank's loss is computed by `sum_loss`. To the model's own loss the forward passes only two rows, and labels
-        for them: IGNORED_LABEL for the first row, OWN_LABEL for the second. `after` checks that loss.
+        `sum_loss` computes this rank's loss. The model's own loss receives only two rows, with the labels IGNORED_LABEL
+        and OWN_LABEL. `after` checks the model's own loss.
         """
         with self.parallel.ranks.refusing():
             check_meshes(model, self.parallel)
@@ -179,7 +180,7 @@ class ShardedForward:
     def add_position(
         self, rotary: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """Let a rotary embedding see the largest position of the whole sequence, on which its angles depend."""
+        """Append the whole sequence's largest position to a rotary embedding's positions: its angles depend on it."""
 
         def longer(positions: Tensor) -> Tensor:
             largest = self.largest_position.to(positions.device).expand(*positions.shape[:-1], 1)
@@ -191,9 +192,10 @@ class ShardedForward:
 
     @torch.compiler.disable
     def join(self, pooler: nn.Module, args: tuple) -> tuple:
-        """Replace the rows that a pooler is given, (B, N, E), by the rows of all ranks.
+        """Replace this rank's rows (B, N, E) in a pooler's input by the rows of all ranks.
 
-        Other inputs are not replaced. (`check_ranks` refuses a pooler that is given one row of each sequence.)
+        Inputs of other shapes are not replaced. (`check_ranks` refuses a pooler that receives one row of each
+        sequence.)
         """
         return (self.parallel.unshard(args[0]), *args[1:]) if args and args[0].dim() == 3 else args
 
@@ -201,8 +203,8 @@ class ShardedForward:
     def sum_loss(self, decoder: nn.Module, args: tuple, output: Any) -> Any:
         """Sum the loss over this rank's rows, and keep the sum for `after`.
 
-        Returns the decoder's output with two rows in the place of all rows. From these two rows the model then computes
-        its own loss, which `after` checks.
+        Returns the decoder's output with only two rows. From these two rows the model then computes its own loss, which
+        `after` checks.
         """
         if self.labels is None:
             return output
@@ -218,7 +220,7 @@ class ShardedForward:
     def _loss(
         self, arguments: dict[str, Any], output: Any, hidden_TE: Tensor, labels_T: Tensor
     ) -> Tensor:
-        """The sum of the cross-entropies of a slice, whose logits the model's forward makes from `hidden_TE`."""
+        """The sum of the cross-entropies of a slice. The model's forward computes the logits from `hidden_TE`."""
         output = replace(output, last_hidden_state=hidden_TE[None])
         model = _with(self.model, self.decoder, lambda *_, **__: output)
         output = type(self.model).forward(model, **arguments)
@@ -232,7 +234,7 @@ class ShardedForward:
     def after(self, model: nn.Module, args: tuple, output: Any) -> Any:
         """Replace the model's own loss by the loss of the whole sample.
 
-        The model's own loss, which is for one label only, must be the cross-entropy of this label. This is checked.
+        Also check the model's own loss, which is computed for one label: it must be this label's cross-entropy.
         """
         if self.labels is None:
             return output

@@ -1,9 +1,10 @@
 """Checks that dilated attention can replace a model's attention, by running a tiny copy of the transformers model.
 
-The copy has the model's layers, but narrower ones. It is run in two ways.
+The copy has the same layers as the model, but narrower. It is run in two ways.
 
-1. Each position sees only itself in attention. The input is changed at one position: a middle one, then the first, then
-   the last. If the output changes at other positions too, the model mixes positions outside of our attention.
+1. In attention each position attends only to itself. The input is changed at one position: a middle one, then the
+   first, then the last. If the output changes at other positions too, the model mixes positions outside of our
+   attention.
 2. Dilated attention has one segment with all positions. The output must then be that of the model's own attention.
 """
 
@@ -31,8 +32,8 @@ from .config import ALONE, FIELD, NAME, SEEN, is_as_trained, pattern_of
 # The number of positions in a copy's input, and the positions at which the input is changed.
 ROWS, PLACES = 8, (4, 0, -1)
 WHOLE = DilatedPattern.dense()
-# The largest values of config fields in a copy, by regular expressions of the fields' names. Smaller values make a copy
-# narrower, but do not change its structure.
+# The largest values of config fields in a copy. The keys are regular expressions for the fields' names. Smaller values
+# make a copy narrower, but do not change its structure.
 NARROW = {
     r"vocab_size|ffn_dim|d_ff|embedding_size|\w*intermediate_size": 64,
     r"(n|moe_num|num)_\w*experts": 32,
@@ -60,7 +61,7 @@ def watch_models() -> None:
 
 
 def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Check a model when it gets its first child: its class and config are known by then."""
+    """Check a model when it gets its first child module: the model's class and config are known by then."""
     # Do not call isinstance, which may read attributes, because a module may have no attributes yet.
     if not issubclass(type(module), PreTrainedModel) or module._modules:
         return
@@ -69,7 +70,7 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     if asked == NAME:
         check_model(type(module), module.config)
     elif getattr(config, FIELD, None) is not None and asked in ("sdpa", "eager"):
-        # Refuse a part of a larger model if the larger model has given this part another attention.
+        # Refuse a submodel whose config has a pattern if the larger model chose an attention other than NAME for it.
         raise ValueError(
             f"{type(module).__name__} would have attn_implementation={asked!r}, and its config has a pattern. Pass "
             f"attn_implementation={NAME!r} (or {{'text_config': {NAME!r}}} for that part of a larger model), or set "
@@ -88,13 +89,13 @@ def attend_seen(
 def attend_alone(
     module: nn.Module, query_BHMD: Tensor, key: Tensor, value_BGMD: Tensor, *args: Any, **_: Any
 ) -> tuple[Tensor, None]:
-    """Attention of tiny copies in which each position sees itself alone."""
+    """The attention function of tiny copies in which each position attends only to itself."""
     num_queries_each = query_BHMD.shape[1] // value_BGMD.shape[1]
     return value_BGMD.repeat_interleave(num_queries_each, 1).transpose(1, 2).contiguous(), None
 
 
 def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
-    """Check models of this class and config, once. Returns whether their attention is causal.
+    """Check the models of a class and config, once per process. Returns whether their attention is causal.
 
     Raises:
         ValueError: if dilated attention cannot replace the model's attention, with the reason. Also for a config with
@@ -108,8 +109,8 @@ def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
         pattern.check_heads(heads, getattr(config, "num_key_value_heads", None) or heads)
     key = kind, repr(config.to_dict())  # repr, as JSON cannot encode all values of configs
     if key not in _causal:
-        # For a class of transformers that does not run by itself, its base model is run. This is not done for a user's
-        # own class, which may compute something else than the base model.
+        # If a class of transformers does not run by itself, run its base model instead. Do not do this for a user's own
+        # class, which may compute something other than the base model.
         base = (
             MODEL_MAPPING.get(type(config), ())
             if kind.__module__.startswith("transformers.")
@@ -129,8 +130,8 @@ _causal: dict[tuple[type, str], bool] = {}
 def for_copies(name: str) -> Iterator[None]:
     """The context in which copies are made and run: on the CPU, in float32, without autocast and without gradients.
 
-    A model may be checked while its user makes the model on the device "meta", in another dtype or under autocast, but
-    its copy must have none of these settings. Making and running copies changes no later random numbers of torch.
+    A user may make the model on the device "meta", with another default dtype or under autocast. The copy must not
+    take over these settings. Copies leave torch's random generator on the CPU as it was.
     """
     with ExitStack() as stack:
         here = (
@@ -276,14 +277,14 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
 
 
 def _trace(model: Any, attention: str, changed: int | None = None) -> Trace:
-    """Run a copy. Returns a dict: by the name of each module, its first input tensor and its first output tensor.
+    """Run a copy. Returns, by each module's name, the module's first input tensor and first output tensor.
 
     Modules come in the order in which they finish.
 
     Args:
         attention: the name of an attention function in transformers' interface, such as SEEN.
-        changed: the position at which the input is changed, or None to change nothing. A model of tokens gets another
-            token at this position. In other models the input of the first layer is changed.
+        changed: the position at which the input is changed, or None to change nothing. If the model takes tokens, the
+            token at this position is replaced. Otherwise the input of the first layer is changed.
     """
     found: Trace = {}
 
@@ -319,7 +320,7 @@ def _trace(model: Any, attention: str, changed: int | None = None) -> Trace:
 def first_tensor(nested: Any) -> Tensor | None:
     """The first floating tensor (..., E) in nested containers, summed over its E features; None if there is no tensor.
 
-    Each feature has another weight in the sum, so that a change at a position changes the sum of this position.
+    Each feature has a different weight, so that a change of features at a position changes the sum at this position.
     """
     leaves = (
         x
@@ -332,7 +333,7 @@ def first_tensor(nested: Any) -> Tensor | None:
 def tiny_copy(kind: type, config: Any) -> Any:
     """A small model of this class, with random weights.
 
-    The copy has at most 4 heads, as wide as the model's. Its other sizes are at most the sizes in NARROW.
+    The copy has at most 4 heads, with the model's head dim. Sizes that NARROW names are at most the values in NARROW.
     """
     config = copy.deepcopy(config)
     heads, hidden = (
@@ -378,7 +379,7 @@ def inputs_of_copy(model: Any, changed: int | None) -> dict[str, Tensor]:
         special = {value for field, value in vars(config).items() if field.endswith("_token_id")}
         ids = ([x for x in range(config.vocab_size) if x not in special] * ROWS)[-ROWS:]
         if changed is not None:
-            # Take the neighbour's token, which is another token even in the smallest vocabulary.
+            # Take the token of the neighbouring position: the two tokens differ even in the smallest vocabulary.
             ids[changed] = ids[changed ^ 1]
         return {name: torch.tensor([ids])}
     side = getattr(config, "image_size", 32)

@@ -1,12 +1,12 @@
-"""Checks that ranks compute the same function of a transformers model as one device, by running a tiny copy.
+"""Checks that a transformers model computes the same on several ranks as on one device, by running a tiny copy.
 
-1. The copy is given the whole input. The output of each attention call is kept.
-2. The copy is given the first half of the input, then the second half, as two ranks would be. Attention computes
-   nothing, but returns the first or second half of the output that was kept.
+1. The copy receives the whole input. The output of each attention call is recorded.
+2. The copy receives the first half of the input, then the second half, as two ranks would. Attention computes
+   nothing, and returns the matching half of the recorded output.
 
 The results of step 2 differ from the halves of the result of step 1 only if the model uses the whole input outside of
-attention. Examples are rotary angles that depend on the length, a mean over all rows, and a head that takes the last
-row.
+attention. Examples are rotary angles that depend on the length, a mean over all rows, and a classification head that
+takes the last row.
 
 B batch, H query heads, G key/value heads, M rows, D head dim.
 """
@@ -30,17 +30,17 @@ NUM_RANKS = 2
 # In a copy, the length beyond which some rotary embeddings change their angles. The whole input is longer than SHORT,
 # and a half of the input is shorter.
 SHORT = ROWS * 3 // 4
-_fit: set[tuple[type, str, bool]] = set()  # the models that `check_ranks` has found to fit
+_fit: set[tuple[type, str, bool]] = set()  # the models that passed `check_ranks`
 
 
 def check_ranks(model: Any, sharded: Callable[[Any, Any], Any]) -> None:
-    """Check that ranks compute the same function of a model as one device. Each class is checked once for a config.
+    """Check that a model computes the same on several ranks as on one device. A class and config are checked once.
 
     Args:
         sharded: `ShardedForward`, which makes a model compute a rank's shard.
 
     Raises:
-        ValueError: if ranks would compute another function than one device, with the reason.
+        ValueError: if results on several ranks would differ from those on one device, with the reason.
     """
     has_no_pooler = getattr(model, "pooler", None) is None
     key = type(model), repr(model.config.to_dict()), has_no_pooler
@@ -82,7 +82,7 @@ def _shortened(config: Any) -> Any:
 
 
 class Recording(ContextParallel):
-    """A ContextParallel of one rank with the whole input, which keeps the inputs and output of each attention call."""
+    """A ContextParallel of one rank with the whole input. It records inputs and output of each attention call."""
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
         ranks = Ranks(cut_of(num_ranks, "contiguous", 1, None))
@@ -91,7 +91,7 @@ class Recording(ContextParallel):
         self._take(ranks, "ring")
         # The query, key, value and output of each attention call.
         self.calls: list[tuple[Tensor, ...]] = []
-        self.joined: list[Tensor] = []  # the tensors that `unshard` was given
+        self.joined: list[Tensor] = []  # the tensors that `unshard` received
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any
@@ -108,7 +108,7 @@ class Recording(ContextParallel):
 class Replaying(Recording):
     """The ContextParallel of a rank with one half of the input.
 
-    `attend` computes nothing, but returns this rank's half of the output that `whole` kept.
+    `attend` computes nothing, but returns this rank's half of the output that `whole` recorded.
     """
 
     def __init__(self, rank: int, whole: Recording) -> None:
@@ -132,7 +132,7 @@ class Replaying(Recording):
 
 
 class OtherRowsError(Exception):
-    """Raised if a rank's attention is given rows that are not its half of the rows on one device."""
+    """Raised if a rank's attention receives rows other than this rank's half of the rows on one device."""
 
 
 def attend_replayed(
@@ -143,7 +143,7 @@ def attend_replayed(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of tiny copies: calls `attend` of the Recording that the model was given as `parallel`."""
+    """The attention function of tiny copies: calls `attend` of the Recording that the model received as `parallel`."""
     parallel: Recording | None = options.pop("parallel", None)
     if parallel is None:
         raise UnfitError(
@@ -190,7 +190,7 @@ def _run(
 ) -> tuple[dict[str, Tensor], Any]:
     """Run the model. Returns two things: the first output tensor of each module, by name, and the model's output.
 
-    Modules come in the order in which they finish. The model's output is None if its attention was given other rows
+    Modules come in the order in which they finish. The model's output is None if its attention received different rows
     than on one device.
     """
     outputs: dict[str, Tensor] = {}

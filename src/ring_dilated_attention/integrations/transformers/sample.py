@@ -27,7 +27,7 @@ DROPPED = {
     "return_dict",
     "seq_idx",
 }
-# The arguments by which a model is given a cache: "cache" since transformers 5.24, the other two before 5.24.
+# The names of the argument that passes a cache to a model: "cache" since transformers 5.24, the others before 5.24.
 CACHES = {"cache", "past_key_values", "cache_params"}
 CUT = ("input_ids", "token_type_ids", "position_ids")  # arguments that are cut into shards
 LABELS = ("labels", "shift_labels")
@@ -116,7 +116,7 @@ def no_loss(model: Any) -> ValueError:
 
 
 def _positions_of_model(model: nn.Module, ids: Tensor) -> Tensor:
-    """The positions that the model would count: from 0, but from padding_idx + 1 in RoBERTa and models like it."""
+    """The model's own position_ids. They count from 0, or from padding_idx + 1 in models such as RoBERTa."""
     for module in model.modules():
         embeddings = getattr(module, "position_embeddings", None)
         padding = getattr(embeddings, "padding_idx", None)
@@ -127,7 +127,7 @@ def _positions_of_model(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _refuse_padding(mask: Tensor | None, labels: Tensor | None, model: Any) -> None:
-    """Raise ValueError for padding that tokens would see. (In a causal model no token sees padding on the right.)"""
+    """Raise ValueError for padding that tokens would attend to. A causal model may be padded on the right."""
     if mask is None:
         return
     is_valid = mask.bool()

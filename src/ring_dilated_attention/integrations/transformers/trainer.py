@@ -90,8 +90,8 @@ class SameSample:
     def _evaluated(self, loader: Any) -> Any:
         """The loader. Raises ValueError if its last batch would be smaller than the batches before.
 
-        Trainer would give such a last batch a wrong weight in the mean, because it counts samples as if each rank of a
-        group had samples of its own.
+        Trainer would give such a last batch a wrong weight in the mean, because it counts samples as if the ranks of a
+        group had different samples.
         """
         if (
             self._sharded().parallel.world_size > 1
