@@ -1,6 +1,6 @@
 """Where packed documents begin and end in a sequence, and which of its rows each rank holds.
 
-A model's ranks agree on this once in a forward. All layers then use the result.
+The ranks agree on both once per forward. All layers of the model then use the result.
 """
 
 from dataclasses import dataclass
@@ -84,7 +84,8 @@ def agree_on_documents(
     else:
         borders = (0, total) if total else (0,)
     if parallel is None:
-        # Make the one shard here. `ranks.shards` would call `make_shards`, of whose cache torch.compile would warn.
+        # Make the single shard here: `ranks.shards` would call `make_shards`, whose cache makes torch.compile
+        # warn.
         shards: tuple[Shard, ...] = ((Span(0, total),) if total else (),)
     else:
         shards = ranks.shards(lengths, None if packed is None else borders)

@@ -27,7 +27,7 @@ from .sampling import Sampling, generate
 from .saved_run import check_whole, newest_checkpoint
 
 IGNORED_LABEL = -1
-HEAD_STD = 0.02  # standard deviation; so small that an untrained model predicts all tokens alike
+HEAD_STD = 0.02  # standard deviation; small, so that an untrained model predicts all tokens about equally
 
 
 class FeedForward(nn.Module):
@@ -93,14 +93,14 @@ class LongNetBlock(nn.Module):
 
 
 class LongNetLM(nn.Module):
-    """A language model: tokens (B, N) to logits (B, N, V). Under `parallel` N counts one rank's shard of the positions.
+    """A language model: tokens (B, N) to logits (B, N, V). Under `parallel` N is the length of this rank's shard.
 
     Under `parallel` do not take the mean of a loss over each rank's logits. Ranks may hold different numbers of labels.
-    Then the mean of the ranks' means is wrong, and so is the gradient that DDP and FSDP2 average. Call `loss`, or give
-    `parallel.mean_loss` the sum of this rank's losses and the number of these losses.
+    Then the mean of the ranks' means is wrong, and so is the gradient that DDP and FSDP2 average. Call `loss`, or pass
+    to `parallel.mean_loss` the sum of this rank's losses and their number.
 
     Args:
-        activation_checkpointing: keep only each block's input and attention, and recompute all else in backward.
+        activation_checkpointing: keep only each block's input and attention output. Backward recomputes other tensors.
         backend: as for `dilated_attention`.
     """
 
@@ -130,7 +130,7 @@ class LongNetLM(nn.Module):
     def reset_parameters(self) -> None:
         """Draw all parameters anew, as MAGNETO does in a decoder.
 
-        Weights of values, outputs and feed-forwards have the gain sqrt(log(2 * num_layers)).
+        The weights of value projections, output projections and feed-forwards have the gain sqrt(log(2 * num_layers)).
         """
         self.reset_ends()
         for block in self.each_block():
@@ -143,7 +143,7 @@ class LongNetLM(nn.Module):
         self.final_layernorm.reset_parameters()
 
     def reset_block(self, block: LongNetBlock) -> None:
-        """Draw the parameters of one block anew, with MAGNETO's gain for this number of layers."""
+        """Draw the parameters of one block anew, with MAGNETO's gain for the model's number of layers."""
         gain = math.sqrt(math.log(2 * self.config.num_layers))
         block.attention_layernorm.reset_parameters()
         block.attention.reset_parameters(gain=gain)
@@ -153,8 +153,8 @@ class LongNetLM(nn.Module):
     def forward(self, tokens_BN: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Integer tokens (B, N) -> logits (B, N, V). The logits at a position predict the next token.
 
-        cu_seqlens: the borders of packed documents, as for `dilated_attention`, for a batch of 1. No document sees
-            another document.
+        cu_seqlens: the borders of packed documents, as for `dilated_attention`, for a batch of 1. Tokens attend only
+            within their own document.
         """
         documents = self._agree(tokens_BN, cu_seqlens)
         return self.head(self._hidden(tokens_BN, documents, cu_seqlens))
@@ -171,13 +171,13 @@ class LongNetLM(nn.Module):
     def append(
         self, tokens_BN: Tensor, caches: Sequence[DilatedCache], lengths: Tensor | None = None
     ) -> Tensor:
-        """Append tokens (B, N) to caches. Returns the tokens' last hidden states (B, N, E), the input of `head`.
+        """Append tokens (B, N) to caches. Returns the hidden states (B, N, E) of these tokens, the input of `head`.
 
         Call this under torch.no_grad().
 
         Args:
             caches: a cache for each layer, as `make_caches` returns them.
-            lengths: (B,) how many of its N tokens each batch entry appends. The other tokens are padding.
+            lengths: (B,) how many of its N tokens each batch entry appends. The tokens after these are padding.
         """
         if len(caches) != len(self.blocks):
             raise ValueError(
@@ -204,17 +204,17 @@ class LongNetLM(nn.Module):
     ) -> Iterator[Tensor]:
         """Continue B prompts: yield (B,) int64, the next token of each prompt, then the token after it, and so on.
 
-        Memory and time per token do not grow with length.
+        Memory and the time per token do not grow with the length of the sequences.
 
         Args:
             tokens: (B, N), or a list of prompts of different lengths. A prompt has at least one token.
             max_new_tokens: the number of tokens to draw for each prompt.
             temperature: divides the logits. 0 takes the likeliest token.
-            seed: an integer of 64 bits; None takes a seed from torch. Prompt b is continued as it would be alone with
-                seed + b.
+            seed: an integer of 64 bits; None takes a seed from torch. Prompt b gets the same tokens as a call with
+                prompt b alone and seed=seed + b.
             stop: tokens that end a row. After such a token the row gets STOPPED (-1) until all rows have ended.
             caches: a cache for each layer, as `make_caches` returns them; by default new caches. Caches may hold
-                earlier tokens. Afterwards caches also hold each row's prompt and its drawn tokens except the last.
+                earlier tokens. Afterwards they also hold each row's prompt, and all tokens drawn for it but the last.
 
         Raises:
             ValueError: before the first token, for bad arguments. At any token, for logits that are NaN or inf.
@@ -240,7 +240,7 @@ class LongNetLM(nn.Module):
             state = check_whole(checkpoint)
             model = LongNetLM(LongNetConfig.of_run(state["hyperparameters"]), parallel=parallel)
             # The model's state_dict also has records of the pattern, which the checkpoint's tensors lack. Take these
-            # records from the model itself. (It has the checkpoint's pattern, which is among the hyperparameters.)
+            # records from the model itself: it was made from the run's hyperparameters, so its pattern is the same.
             read = read_shards(checkpoint, dict(model.named_parameters()))
             model.load_state_dict(model.state_dict() | read, strict=True)
         except (KeyError, OSError, SafetensorError, RuntimeError) as error:
@@ -262,8 +262,8 @@ class LongNetLM(nn.Module):
 
         DDP and FSDP2 hook `forward`, not this method: wrap the model in `NextTokenLoss` first.
 
-        over, step_count: as for `ContextParallel.mean_loss`. `over` is for replicas with sequences of other lengths,
-            `step_count` for micro-batches of one step.
+        over, step_count: as for `ContextParallel.mean_loss`. `over` is for replicas with sequences of different
+            lengths, `step_count` for micro-batches of one step.
         """
         if over is not None and self.parallel is None:
             raise ValueError(
@@ -361,8 +361,8 @@ def shift_left(
         shards = ranks.shards(lengths, documents)
         shard = shards[ranks.rank]
         with ranks.all_or_none():
-            # A shard consists of spans (runs of consecutive positions). Send all ranks the first integer of each span
-            # of this rank, because the position before the span gets this integer, and may be on any rank.
+            # A shard consists of spans (runs of consecutive positions). Send the first integer of each span of this
+            # rank to all ranks: the position before the span needs this integer, and may be on any rank.
             record = torch.zeros(max(2, *map(len, shards)), batch, dtype=torch.int64, device="cpu")
             for first_B, row, _ in zip(record, first_rows(shard), shard, strict=False):
                 first_B.copy_(x[:, row])

@@ -1,6 +1,6 @@
 """The configuration of a LongNetLM.
 
-The file imports no torch, so that a launcher, which has not imported torch, can check the configuration.
+This module does not import torch, so that a launcher can check a configuration without importing torch.
 """
 
 from dataclasses import KW_ONLY, dataclass, fields
@@ -22,7 +22,7 @@ OF_A_RUN = (
 
 @dataclass(frozen=True)
 class LongNetConfig:
-    """The settings that decide a `LongNetLM`'s parameters and function. JSON can hold its `dataclasses.asdict`.
+    """The settings of a `LongNetLM`: they decide its parameters and its function. JSON can hold the dict of its `asdict`.
 
     Args:
         segment_lengths, dilation_rates, window, phase, heads: as in `DilatedPattern`; a language model's pattern is
@@ -47,7 +47,7 @@ class LongNetConfig:
     heads: str = "all"
 
     def __post_init__(self) -> None:
-        # Make the pattern, which raises ValueError for bad branches, and turns lists (of JSON) into tuples.
+        # Make the pattern, which raises ValueError for bad branches, and turns lists (from JSON) into tuples.
         pattern = self.pattern
         object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
         object.__setattr__(self, "dilation_rates", pattern.dilation_rates)

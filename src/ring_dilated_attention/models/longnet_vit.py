@@ -59,12 +59,13 @@ def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> 
     """GigaPath's five segment lengths. The longest is about the number of tiles of a square slide.
 
     By default the slide has 1024 x 1024 = 2^20 tiles, and the lengths are 2^10, 2^12.5, 2^15, 2^17.5 and 2^20, rounded
-    down. The first exponent is always 10. The last is the largest integer at which the length is at most the number of
-    tiles. The exponents are evenly spaced.
+    down. The first exponent is always 10. The last exponent is the base-2 logarithm of the number of tiles, rounded
+    down. The exponents are evenly spaced.
 
     Args:
         max_wsi_size: the side of the slide, in pixels. The original code has the default 262,144, but 250,000 in its
-            fine-tuning scripts. The two give different functions, and the published weights do not say which they need.
+            fine-tuning scripts. The two values give different functions, and the published weights do not say which
+            value they need.
         tile_size: the side of a tile, in pixels. The published weights are used with 256.
 
     Raises:
@@ -104,7 +105,7 @@ class LongNetViT(nn.Module):
             published weights need these rows. "exact" leaves the rows of zeros out.
         parallel: the ranks that share each slide. Each rank holds a contiguous shard of the slide's tiles, as
             `parallel.shard` cuts it.
-        activation_checkpointing: keep only each layer's input and attention, and recompute all else in backward.
+        activation_checkpointing: keep only each layer's input and attention output. Backward recomputes other tensors.
     """
 
     def __init__(
@@ -183,8 +184,8 @@ class LongNetViT(nn.Module):
     ) -> "LongNetViT":
         """A model of a published size, with random weights: "gigapath" (12 x 768) or "gigapath-flash" (12 x 384).
 
-        `max_wsi_size` and `tile_size` are as for `segment_lengths_for`. If model.tile_size is set afterwards, tiles lie
-        in other cells of the grid, but the segment lengths stay.
+        `max_wsi_size` and `tile_size` are as for `segment_lengths_for`. Setting model.tile_size afterwards changes the
+        grid cells of tiles, but not the segment lengths.
         """
         if not isinstance(name, str) or name not in PUBLISHED:
             raise ValueError(
@@ -221,15 +222,15 @@ class LongNetViT(nn.Module):
         Args:
             x: floating, of any dtype. Under `parallel` these are this rank's tiles.
             coords: x and y of each tile, in pixels. Integers, or floating numbers of at least 32 bits: 16 bits cannot
-                hold every pixel. Pass integers under FSDP's `MixedPrecisionPolicy`, which casts floating numbers to 16
-                bits.
+                represent every pixel. Pass integers under FSDP's `MixedPrecisionPolicy`, which casts floating numbers
+                to 16 bits.
             all_layer_embed: by default return one embedding, from the encoder's output after its last LayerNorm. True
                 returns depth + 1 embeddings, *without* that LayerNorm: one from the first layer's input, and one from
                 each layer's output.
 
         Raises:
-            ValueError: for input that does not fit, on every rank of `parallel`: features of another width, no tiles,
-                tiles that are not finite, coordinates outside the grid.
+            ValueError: for input that does not fit, on every rank of `parallel`: features of a width other than
+                in_chans, no tiles, tiles that are not finite, coordinates outside the grid.
         """
         num_tiles = self._check(x, coords, all_layer_embed)
         if self.parallel is None:
@@ -254,7 +255,7 @@ class LongNetViT(nn.Module):
     def _pool(self, num_tiles: int, x_BNE: Tensor) -> Tensor:
         """The mean of all tiles, or the class token, (B, E).
 
-        Under `parallel` the result is one rank's part. The sum of all ranks' parts is the mean or the token.
+        Under `parallel` each rank returns one summand. The sum over the ranks is the mean or the class token.
         """
         wide = torch.promote_types(x_BNE.dtype, torch.float32)
         if self.global_pool:
@@ -282,7 +283,7 @@ class LongNetViT(nn.Module):
         return torch.cat((table[y], table[x]), -1)
 
     def _check(self, x: Tensor, coords: Tensor, all_layer_embed: bool) -> int:
-        """The number of tiles of all ranks. Raises ValueError on every rank if the input of one rank does not fit."""
+        """The total number of tiles on all ranks. Raises ValueError on every rank if one rank's input does not fit."""
         failure = why_not_dense(features=x, coords=coords) or self._shape_failure(x, coords)
         if torch.compiler.is_exporting() and failure is None and self.parallel is None:
             # Skip the checks of values, because an exported graph cannot branch on values.
@@ -296,7 +297,7 @@ class LongNetViT(nn.Module):
         }
         tile_counts = ranks.handshake(num_own, fields, failure)
         ranks.warn_of_uneven(tile_counts)
-        # Prevent a warning of uneven shards in attention: rank 0 has one position more than tiles, the class token.
+        # Prevent attention's warning of uneven shards: rank 0 has the class token besides its tiles.
         ranks.expect_lengths((tile_counts[0] + 1, *tile_counts[1:]))
         if not sum(tile_counts):
             raise ValueError(
@@ -329,8 +330,8 @@ class LongNetViT(nn.Module):
         return None
 
     def _tile_failure(self, x: Tensor, coords: Tensor, first: int) -> str | None:
-        """What is wrong with the first wrong tile, or None. This rank's tiles are numbered from `first`."""
-        # Cast features as `forward` does, because features beyond the range of this dtype become inf.
+        """Why the first bad tile is refused, or None if all tiles fit. This rank's tiles are numbered from `first`."""
+        # Cast features as `forward` does: features beyond the range of the weights' dtype become inf.
         dtype = self.cls_token.dtype
         is_finite_BL = x.detach().to(dtype).isfinite().all(-1)
         wrong = (~is_finite_BL).nonzero().tolist()
@@ -360,7 +361,7 @@ def cells_of(coords: Tensor, tile_size: float) -> Tensor:
 def crowded(coords_L2: Tensor, tile_size: float) -> str | None:
     """A warning if a slide's tiles lie in so few cells that tile_size seems wrong, else None.
 
-    tile_size seems wrong if there are more than two tiles for each cell that has a tile.
+    tile_size seems wrong if the cells that contain tiles have more than two tiles on average.
     """
     x, y = cells_of(coords_L2, tile_size).unbind(-1)
     num_tiles, num_cells = len(coords_L2), len((x * MOST_TILES_OF_A_SIDE + y).unique())

@@ -23,8 +23,9 @@ class Mapped(NamedTuple):
 def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "") -> Mapped:
     """Rename the tensors of a checkpoint as a model names them. Also returns the names that the model does not have.
 
-    Wrappers add to names: DDP "module.", torch.compile "_orig_mod.", FSDP and fairscale others. These additions are
-    dropped, and so is `prefix`, such as "encoder." if the model is a part of a larger one.
+    Wrappers add parts to names: DDP adds "module.", torch.compile adds "_orig_mod.". FSDP and fairscale add further
+    parts. All of these parts are dropped, and so is `prefix`. Pass prefix="encoder." if the checkpoint is of a larger
+    model, which has this model as `encoder`.
     """
     expected = {f"{prefix}{name}": name for name in model.state_dict()}
     mapped: dict[str, Tensor] = {}
@@ -39,7 +40,7 @@ def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "")
 
 
 def _without_wrappers(name: str, expected: Collection[str]) -> str:
-    """The name without the parts that wrappers add. Prefixes are removed one by one, until the name is expected."""
+    """The name without the parts that wrappers add. Prefixes are removed until the name is in `expected`."""
     for infix in INFIXES:
         name = name.replace(infix, "")
     while name not in expected and name.startswith(PREFIXES):

@@ -1,4 +1,4 @@
-"""Reads checkpoints of which each rank wrote a part: safetensors, never a pickle.
+"""Reads checkpoints to which each rank wrote a part, from safetensors files, never from a pickle.
 
 Any number of ranks can read such a checkpoint. torch.distributed.checkpoint finds the parts that a rank needs, without
 messages between ranks.
@@ -27,7 +27,7 @@ def read_shards(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tenso
         raise ValueError(f"{checkpoint} cannot be read: {type(error).__name__}: {error}") from error
     try:
         with warnings.catch_warnings():
-            # Ignore torch's warning that `load` is not distributed, because no_dist=True asks for a call of one rank.
+            # Ignore torch's warning that `load` is not distributed, which is what no_dist=True asks for.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load(dict(found), storage_reader=reader, no_dist=True)
     except CheckpointException as error:

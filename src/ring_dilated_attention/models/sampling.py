@@ -132,8 +132,8 @@ def prefill(
 ) -> Tensor:
     """Append prompts to the caches, PREFILL_SLICE tokens at a time.
 
-    lengths: the number of tokens of each prompt. Further tokens of a row in tokens_BN are padding. Returns the hidden
-    state of each prompt's last token, (B, E).
+    lengths: the number of tokens of each prompt. The tokens after these in a row of tokens_BN are padding. Returns the
+    hidden state of each prompt's last token, (B, E).
     """
     last: dict[int, Tensor] = {}
     for start in range(0, max(lengths), PREFILL_SLICE):

@@ -1,13 +1,13 @@
-"""Reads the files of `rda train`: safetensors and JSON, never a pickle, verified before anything is used.
+"""Reads the files of `rda train`: safetensors and JSON, never a pickle, verified before any of them is used.
 
     RUN/checkpoint-000060/shard-00001-model-00001-of-00001.safetensors   the parameters by name, and the optimisers'
                                                                          state as "<field>/<parameter>"
                           state.json                                     everything else, and the digests of all files
 
-torch.distributed.checkpoint writes and reads the tensors (`rank_files.py`). With --fsdp each rank writes a file, with
-its parts of the tensors.
+torch.distributed.checkpoint writes and reads the tensors (`rank_files.py`). With --fsdp each rank writes a file with
+its own part of every tensor.
 
-The file imports no torch.
+This module does not import torch.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _NAME = re.compile(r"checkpoint-([0-9]+)")
 
 
 def find_checkpoints(run_folder: Path) -> list[Path]:
-    """The folders of a run's checkpoints, known by their names, the newest first."""
+    """The checkpoint folders of a run, found by their names, newest first."""
     found = [path for path in run_folder.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
 
@@ -53,7 +53,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_whole(checkpoint: Path) -> dict[str, Any]:
-    """Verify all files of a checkpoint by their sizes and digests. Returns the state of the run from its state.json.
+    """Verify all files of a checkpoint by their sizes and digests. Returns the state of the run, as in `read_state`.
 
     Raises ValueError, with the file's name, if a file is missing or damaged, or does not belong to the checkpoint.
     """

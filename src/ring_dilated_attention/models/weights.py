@@ -20,7 +20,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
     In a file of torch.save the tensors may be nested, as {"model": tensors} or under "state_dict" or "module".
 
     Raises:
-        ValueError: for a file that is damaged, needs more than weights_only=True, or holds no tensors by name.
+        ValueError: for a file that is damaged, that holds no tensors by name, or that weights_only=True refuses.
     """
     path = Path(path)
     try:
@@ -52,7 +52,7 @@ def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
 
     Raises ValueError for a pickle that could run code, and for a wrong checksum. A damaged file may raise any error.
     """
-    # Map and verify only zip files. Files of torch's older format are no zip files. They cannot be mapped, and have no
+    # Map and verify only zip files. Files in torch's older format are not zip files: they cannot be mapped, and have no
     # checksums.
     is_zip = zipfile.is_zipfile(path)
     try:
@@ -89,8 +89,8 @@ def load_slide_encoder(
         max_wsi_size, tile_size: as for `segment_lengths_for`. They cannot be read from the weights.
 
     Raises:
-        ValueError: if the weights are not those of a published size. (No weights tell the number of heads, which is
-            known only for published sizes.) Also if some weights are not finite.
+        ValueError: if the weights are not those of a published size. (The number of heads cannot be read from weights.
+            It is known only for published sizes.) Also if some weights are not finite.
     """
     weights = read_weights(path)
     names = {(1, 1, size.embed_dim): name for name, size in PUBLISHED.items()}

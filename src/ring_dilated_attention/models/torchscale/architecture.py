@@ -1,4 +1,4 @@
-"""The configuration of torchscale's LongNetEncoder, made from torchscale's settings. The file imports no torch."""
+"""The configuration of torchscale's LongNetEncoder, made from torchscale's settings. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -7,7 +7,7 @@ from typing import Any
 from ...pattern import DilatedPattern, is_integer
 
 PADDINGS = ("torchscale", "exact")
-# For each field of TorchscaleConfig that is also a setting of torchscale: torchscale's name of the setting.
+# Fields of TorchscaleConfig that are also settings of torchscale, with torchscale's names of these settings.
 TORCHSCALE_NAMES = {
     "segment_lengths": "segment_length",
     "dilation_rates": "dilated_ratio",
@@ -41,11 +41,12 @@ class TorchscaleConfig:
 
     Args:
         segment_lengths, dilation_rates: the branches, with torchscale's rule for heads (phase="blocked"). For any other
-            pattern pass a `DilatedPattern` in place of both, with padding="exact".
+            pattern pass a `DilatedPattern` as segment_lengths, no dilation_rates, and padding="exact".
         normalize_output: whether there is a LayerNorm after the last layer. GigaPath's encoders have this LayerNorm,
-            LongViT's has not.
+            and LongViT's encoder has none.
         padding: torchscale fills up segments with rows of zeros, which take part in the softmax. "torchscale" counts
-            these rows, as published weights need. "exact" leaves these rows out: take it for an encoder of your own.
+            these rows, as published weights need. "exact" leaves these rows out: choose it for an encoder that you
+            train from scratch.
     """
 
     segment_lengths: Sequence[int] | DilatedPattern
@@ -95,7 +96,7 @@ class TorchscaleConfig:
     def from_torchscale(
         cls, settings: Mapping[str, Any], *, padding: str = "torchscale"
     ) -> "TorchscaleConfig":
-        """The config of an encoder that torchscale would make from these settings.
+        """The config of the encoder that torchscale makes from these settings.
 
         Four settings are not read, because this encoder has no dropout: dropout, attention_dropout, activation_dropout
         and drop_path_rate. With attention_dropout torchscale's outputs differ from ours even in eval mode, because its

@@ -128,11 +128,11 @@ def torchscale_attention(
     counted: list[BranchCall] | None = None,
     **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`dilated_attention` with the zero rows that torchscale pads with, as its published weights were trained.
+    """`dilated_attention` with torchscale's padding by zero rows, with which published weights were trained.
 
     The output is torchscale's, with one exception: torchscale drops a branch whose lse rounds to 0. In float32 this
-    happens where a query sees one zero row, and all its other scores are below about -17. The gradient is not
-    torchscale's, which takes the weights of the branches as constants. Here it is the derivative of the forward.
+    happens where a query sees one zero row, and the query's other scores are all below about -17. The gradient is the
+    exact derivative of the forward. torchscale's gradient is not: it treats the branches' weights as constants.
 
     The arguments parallel and return_lse, the result and the errors are those of `dilated_attention`.
 
@@ -192,9 +192,10 @@ def pattern_failure(pattern: DilatedPattern) -> str | None:
 def _num_zero_keys(
     pattern: DilatedPattern, num_heads: int, length: int, positions_N: Tensor
 ) -> Tensor | None:
-    """C (N, H), float64 on the CPU: how many of the zero rows after the last row each query at these positions sees.
+    """C (N, H), float64 on the CPU: how many zero rows the query at each position attends to.
 
-    Only queries in the last segment of a branch see such rows. The result is None if no branch has such rows.
+    Here all zero rows come after the last row, so that only queries in the last segment of a branch attend to them. The
+    result is None if no branch has zero rows.
     """
     counts_NH = torch.zeros(len(positions_N), num_heads, dtype=torch.float64, device="cpu")
     has_zeros = False
@@ -267,7 +268,7 @@ def _merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     if len(outs) == 1:
         return outs[0], lses[0]
     all_lses = torch.stack(lses)
-    # Replace lse where a query sees no key in any call, because (-inf) - (-inf) would be NaN below.
+    # Replace lse by 0 where a query attends to no key in any call, because (-inf) - (-inf) would be NaN below.
     is_empty_BNH = (all_lses == -torch.inf).all(0)
     lse_BNH = all_lses.masked_fill(is_empty_BNH, 0).logsumexp(0)
     merged_BNHD = torch.zeros_like(outs[0], dtype=lse_BNH.dtype)

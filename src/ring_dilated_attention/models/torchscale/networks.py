@@ -1,6 +1,6 @@
 """torchscale's LongNetEncoder as published weights use it, with torchscale's names of parameters.
 
-Every published encoder is given embeddings and returns states. It has LayerNorms before attention and feed-forward,
+Every published encoder takes embeddings and returns hidden states. It has LayerNorms before attention and feed-forward,
 sub-LayerNorms inside both (MAGNETO, arXiv 2210.06423), and GELU.
 
 Shape suffixes: B batch, N positions (this rank's under `parallel`), E embedding, T rows that a feed-forward computes at
@@ -156,7 +156,8 @@ class LongNetEncoder(nn.Module):
 
         Args:
             collect: a function of a tensor (B, N, E), such as a mean over N. If given, it is called on the embeddings
-                and on each layer's output, before the last LayerNorm. The forward then returns the list of its values.
+                and on each layer's output, before the last LayerNorm. The forward then returns the list of the results
+                of `collect`.
 
         Raises:
             ValueError: for input that does not fit, on every rank of `parallel`.
