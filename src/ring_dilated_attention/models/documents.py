@@ -1,4 +1,4 @@
-"""Where packed documents begin and end in a sequence, and which of its rows each rank holds.
+"""Where packed documents begin and end in a sequence, and which rows of the sequence each rank holds.
 
 The ranks agree on both once per forward. All layers of the model then use the result.
 """
@@ -26,7 +26,7 @@ class Documents:
 
     @property
     def last_rows(self) -> list[int]:
-        """The rows of this rank that hold the last position of a document, as indices into its shard."""
+        """The indices of those rows of this rank's shard that are the last row of a document."""
         rows = []
         for row, (start, stop) in zip(first_rows(self.shard), self.shard, strict=False):
             for end in self.borders:
@@ -84,8 +84,7 @@ def agree_on_documents(
     else:
         borders = (0, total) if total else (0,)
     if parallel is None:
-        # Make the single shard here: `ranks.shards` would call `make_shards`, whose cache makes torch.compile
-        # warn.
+        # Make the single shard here: with `ranks.shards` torch.compile would warn of the cache of `make_shards`.
         shards: tuple[Shard, ...] = ((Span(0, total),) if total else (),)
     else:
         shards = ranks.shards(lengths, None if packed is None else borders)

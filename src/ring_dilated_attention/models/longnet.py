@@ -27,7 +27,7 @@ from .sampling import Sampling, generate
 from .saved_run import check_whole, newest_checkpoint
 
 IGNORED_LABEL = -1
-HEAD_STD = 0.02  # standard deviation; small, so that an untrained model predicts all tokens about equally
+HEAD_STD = 0.02  # standard deviation: small, so that an untrained model has similar logits
 
 
 class FeedForward(nn.Module):
@@ -324,7 +324,7 @@ class LongNetLM(nn.Module):
 
 
 class NextTokenLoss(nn.Module):
-    """`LongNetLM.loss` as a `forward`, which is what DDP and FSDP2 hook.
+    """A module with `LongNetLM.loss` as its `forward`, because DDP and FSDP2 hook only `forward`.
 
     loss_of = DistributedDataParallel(NextTokenLoss(model))
     loss_of(tokens).backward()

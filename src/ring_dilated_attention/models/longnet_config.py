@@ -22,7 +22,7 @@ OF_A_RUN = (
 
 @dataclass(frozen=True)
 class LongNetConfig:
-    """The settings of a `LongNetLM`: they decide its parameters and its function. JSON can hold the dict of its `asdict`.
+    """The settings of a `LongNetLM`: they decide its parameters and its function. Its `asdict` can be saved as JSON.
 
     Args:
         segment_lengths, dilation_rates, window, phase, heads: as in `DilatedPattern`; a language model's pattern is

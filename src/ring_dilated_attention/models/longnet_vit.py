@@ -26,7 +26,7 @@ from .torchscale.networks import LongNetEncoder
 DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
 FEWEST_CROWDED = 16  # with fewer tiles `crowded` does not warn: they may rightly lie in few cells
-# With this limit a square slide has at most 2**62 tiles, which is the longest segment that a pattern takes.
+# This limits a square slide to 2**62 tiles, which is the longest segment that a pattern accepts.
 MOST_TILES_OF_A_SIDE = 2**31
 
 
@@ -354,12 +354,12 @@ class LongNetViT(nn.Module):
 
 
 def cells_of(coords: Tensor, tile_size: float) -> Tensor:
-    """The grid cell (x, y) in which each tile lies, (..., 2), float64 on the CPU. NaN and inf stay."""
+    """The grid cell (x, y) in which each tile lies, (..., 2), float64 on the CPU. Keeps NaN and inf."""
     return (coords.detach().to("cpu", torch.float64) / tile_size).floor()
 
 
 def crowded(coords_L2: Tensor, tile_size: float) -> str | None:
-    """A warning if a slide's tiles lie in so few cells that tile_size seems wrong, else None.
+    """The text of a warning if a slide's tiles lie in so few cells that tile_size seems wrong, else None.
 
     tile_size seems wrong if the cells that contain tiles have more than two tiles on average.
     """

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: `attn_implementation="dilated"`, on one device or over ranks that share sequences."""
+"""Hugging Face transformers: `attn_implementation="dilated"`, on one device or on ranks that share sequences."""
 
 try:
     from .cache import BoundedCache

@@ -1,7 +1,7 @@
 """Dilated attention as transformers calls it: an attention function, and the mask function that goes with it.
 
-transformers passes tensors (B, H, M, D), and every keyword that a model has. Keywords in REFUSED would change the
-attention, so they are refused. All other keywords are ignored, because they do not change the attention.
+transformers passes tensors (B, H, M, D), and all keywords that the model gives its attention. Keywords in REFUSED would
+change the attention, so they are refused. All other keywords are ignored, because they do not change the attention.
 
 B batch, H query heads, G key/value heads, M query rows, S key rows (M, or more if a cache holds earlier rows), D head
 dim, T rows that are not padding.
@@ -155,7 +155,7 @@ def _attend_cached(
 def _attend_padded(
     dilated: Any, rows_BMHD: Sequence[Tensor], valid_BM: Tensor, position_ids: Tensor | None
 ) -> Tensor:
-    """Attention over a batch with padding, (B, M, H, D), which is 0 at padding.
+    """Attention over a batch with padding. Returns out (B, M, H, D), which is 0 at padding.
 
     The entries of the batch are packed without their padding: each entry becomes a document of one sequence.
     """

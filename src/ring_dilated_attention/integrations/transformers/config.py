@@ -72,7 +72,7 @@ def is_as_trained(config: Any) -> bool:
 
 
 def layer_pattern(config: Any, window: int | None, *, is_causal: bool) -> DilatedPattern:
-    """The pattern of one layer. This is the config's pattern, if the config has one.
+    """The pattern of one layer: the config's pattern, if the config has one.
 
     Otherwise the model keeps its own attention, and the pattern is the layer's window. Without a window the pattern is
     dense.

@@ -24,7 +24,7 @@ from .probe_ranks import check_ranks
 from .sample import IGNORED_LABEL, label_shift, no_loss, whole_sample
 
 OWN_LABEL = 0  # the label of the row on which a model's own loss is checked
-# Values of `rope_type` of rotary embeddings whose angles depend on the largest position of a call.
+# Values of `rope_type` with which the angles of a rotary embedding depend on the largest position in a call.
 BY_LENGTH = {"dynamic", "longrope"}
 
 
@@ -79,7 +79,7 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     try:
         if parallel.world_size > 1:
             check_ranks(model, ShardedForward)
-    except BaseException:  # Ctrl-C too must leave the model as it was
+    except BaseException:  # after Ctrl-C too the model must be as it was
         handle.remove()
         raise
     return handle

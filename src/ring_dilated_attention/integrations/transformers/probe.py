@@ -42,7 +42,7 @@ NARROW = {
 # have an effect.
 WINDOWS = {r"\w*sliding_window|local_attention": 4}
 MOST = 200_000_000  # the largest number of parameters of a copy; the copy of Qwen3-30B-A3B has 190 million
-# The errors that a model may raise if it cannot run with any attention but its own.
+# The errors that a model may raise if it runs only with its own attention.
 FAILURES: tuple[type[Exception], ...] = (
     ArithmeticError,
     AssertionError,

@@ -64,7 +64,7 @@ class SameSample:
         return sharded
 
     def _same(self, loader: Any) -> Any:
-        """The loader, changed to give different samples to groups of ranks, not to single ranks.
+        """The loader, changed to give the same samples within a group of ranks, and different samples to each group.
 
         A group is the ranks that share a sequence. Groups are ordered by their lowest ranks.
         """

@@ -32,7 +32,7 @@ from .gate import torchscale_attention, zero_rows
 # because FSDP casts the arguments of a module to the module's dtype, but not bound tensors.
 Attend = Callable[..., Tensor]
 
-# Without gradients the feed-forward computes about this many numbers of its hidden layer at a time.
+# Without gradients the feed-forward computes about this many hidden activations at a time.
 FFN_SLICE_NUMBERS = 2**24
 
 
@@ -190,7 +190,7 @@ class LongNetEncoder(nn.Module):
 
     def _why_not(self, embeddings: Any) -> str | None:
         """Why this rank's embeddings do not fit, or None if they fit."""
-        # Allow tensors without data ("meta"), on which forecasts of memory run the encoder.
+        # Allow tensors without data ("meta"): forecasts of memory run the encoder on them.
         is_meta = getattr(embeddings, "is_meta", False)
         if not is_meta and (failure := why_not_dense(embeddings=embeddings)):
             return failure
