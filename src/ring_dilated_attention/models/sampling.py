@@ -113,7 +113,7 @@ def generate(
     has_stopped_B = torch.zeros(batch, dtype=torch.bool, device=device)
     stop_S = torch.tensor([int(token) for token in stop], dtype=torch.int64, device=device)
     for step in range(max_new_tokens):
-        # Set the logits of rows that have stopped to 0, because these logits may be NaN, which `draw` refuses.
+        # Set the logits of rows that have stopped to 0, because these logits may be NaN, and `draw` refuses NaN.
         logits_BV = model.head(hidden_BE).masked_fill(has_stopped_B[:, None], 0)
         drawn_B = sampling.draw(logits_BV, generators)
         yield drawn_B.masked_fill(has_stopped_B, STOPPED)

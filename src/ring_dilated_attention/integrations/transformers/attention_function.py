@@ -294,8 +294,8 @@ def make_mask(
                    but the rows beyond M are not written yet.)
     (B, M) uint8   1 at tokens, 0 at padding. A BoundedCache holds earlier rows.
     (H, M, S) or   A float mask that is added to the scores. A cache that is no BoundedCache holds earlier rows. An
-    (B * H, M, S)  entry is log(n) if n branches of the pattern let the query see the key: -inf for no branch, 0 for one
-                   branch, log 2 for two. The layout is that of torch's attention masks of three dims.
+    (B * H, M, S)  entry is log(n) if in n branches of the pattern the query attends to the key: -inf for no branch, 0
+                   for one branch, log 2 for two. The layout is that of torch's attention masks of three dims.
     """
     if attention_mask is not None and attention_mask.dim() != 2:
         # Return a mask that this function has made already: with a static cache `generate` calls this function, and the
@@ -355,7 +355,7 @@ def make_mask(
 def _counts(
     pattern: DilatedPattern, num_heads: int, query_BM: Tensor, key_BS: Tensor, valid_BS: Tensor
 ) -> Tensor:
-    """How many branches of the pattern let a query see a key, (B * H, M, S) int16.
+    """In how many branches of the pattern a query attends to a key, (B * H, M, S) int16.
 
     query_BM and key_BS are positions within the document. valid_BS is False at padding.
     """

@@ -84,7 +84,7 @@ def layer_pattern(config: Any, window: int | None, *, is_causal: bool) -> Dilate
     if not window:
         return _made({**DENSE, "is_causal": is_causal})
     if not is_causal:
-        # Convert the window, because in a DilatedPattern that is not causal a query sees the keys at most window // 2
+        # Convert the window, because in a DilatedPattern that is not causal a query attends to keys at most window // 2
         # positions away.
         window = max(2 * (window - 1), 1)
     return _made({**WINDOWED, "window": window, "is_causal": is_causal})

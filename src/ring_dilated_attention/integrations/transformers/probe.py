@@ -188,7 +188,7 @@ class UnfitError(ValueError):
 
 
 def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
-    """The result of `_check_copy` for the first class whose copy runs. Raises ValueError if no copy runs."""
+    """The result of `_check_copy` for the first of `kinds` with a copy that runs. Raises ValueError if no copy runs."""
     first: Exception | None = None
     for kind in kinds:
         try:

@@ -99,7 +99,7 @@ def whole_sample(model: Any, parallel: ContextParallel, arguments: dict[str, Any
 def label_shift(model: Any) -> int:
     """1 if the model's loss compares a position with the next position's label, 0 if with the position's own label.
 
-    Raises ValueError for a model whose loss is no sum over positions.
+    Raises ValueError if the model's loss is not a sum over positions.
     """
     kind = getattr(model, "loss_type", None)
     if kind in TOKEN_LOSSES:

@@ -1,7 +1,7 @@
 """Dilated attention with torchscale's padding: rows of zeros that take part in the softmax.
 
-A zero row is a key of score 0 and value 0. Query t of head h sees C(t, h) zero rows. `dilated_attention` computes out
-and lse without the zero rows, and then a gate includes the zero rows:
+A zero row is a key of score 0 and value 0. Query t of head h attends to C(t, h) zero rows. `dilated_attention` computes
+out and lse without the zero rows, and then a gate includes the zero rows:
 
     out' = out * sigmoid(lse - log C)         lse' = log(exp(lse) + C)
 
@@ -75,7 +75,7 @@ class BranchCall(NamedTuple):
 def zero_rows(
     pattern: DilatedPattern, num_heads: int, documents: Documents, like: Tensor, ranks: Ranks
 ) -> list[BranchCall]:
-    """Split a pattern into calls of `dilated_attention`, and count the zero rows that queries see in each call.
+    """Split a pattern into calls of `dilated_attention`, and count the zero rows that queries attend to in each call.
 
     Returns the calls for one sequence, which all layers of a model can use. like: a tensor with the dtype and the
     device of the queries.
@@ -89,7 +89,7 @@ def zero_rows(
             lengths, rates, is_causal=pattern.is_causal, phase=pattern.phase
         )
         logs_NH = None
-        if length and not pattern.is_causal:  # in a causal pattern no query sees zero rows
+        if length and not pattern.is_causal:  # causal queries attend to no zero rows
             counts_NH = _num_zero_keys(call_pattern, num_heads, length, positions_N)
             if counts_NH is not None:
                 # Move `logs_NH` to the device and the dtype that lse will have.
@@ -131,8 +131,8 @@ def torchscale_attention(
     """`dilated_attention` with torchscale's padding by zero rows, with which published weights were trained.
 
     The output is torchscale's, with one exception: torchscale drops a branch whose lse rounds to 0. In float32 this
-    happens where a query sees one zero row, and the query's other scores are all below about -17. The gradient is the
-    exact derivative of the forward. torchscale's gradient is not: it treats the branches' weights as constants.
+    happens where a query attends to one zero row, and the query's other scores are all below about -17. The gradient is
+    the exact derivative of the forward. torchscale's gradient is not: it treats the branches' weights as constants.
 
     The arguments parallel and return_lse, the result and the errors are those of `dilated_attention`.
 
@@ -236,8 +236,8 @@ def _pad(x: Tensor, padding: Padding) -> Tensor:
 
 
 def _without_lone_zeros(lse_BPH: Tensor, padding: Padding) -> Tensor:
-    """lse, with -inf at zero rows that see only themselves. There lse is 0, and torchscale drops a branch wherever the
-    branch's lse is 0."""
+    """lse, with -inf at zero rows that attend only to themselves. There lse is 0, and torchscale drops a branch
+    wherever the branch's lse is 0."""
     segment_length, rate, _ = padding.branch
     if segment_length > rate:
         return lse_BPH

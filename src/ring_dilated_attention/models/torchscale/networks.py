@@ -112,7 +112,7 @@ class Layer(nn.Module):
 
 
 class LongNetEncoder(nn.Module):
-    """torchscale's LongNetEncoder. Its attention is not causal: a query sees keys before and after it.
+    """torchscale's LongNetEncoder. Its attention is not causal: a query attends to keys before and after it.
 
     By default rows of zeros, with which torchscale pads segments, take part in the softmax. Published weights need
     these rows. An encoder of your own does not need them:

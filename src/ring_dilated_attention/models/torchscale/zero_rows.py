@@ -1,4 +1,4 @@
-"""Where torchscale pads a sequence with rows of zeros, and how many of these rows a query sees. Integers only.
+"""Where torchscale pads a sequence with rows of zeros, and how many of these rows a query attends to.
 
 torchscale (microsoft/torchscale, component/dilated_attention.py) takes these steps for a sequence of L positions:
 
@@ -6,8 +6,9 @@ torchscale (microsoft/torchscale, component/dilated_attention.py) takes these st
 2. Fill up the last segment to w with zero rows.
 3. Fill up every segment to a multiple of the dilation rate r with zero rows.
 
-A head reads every r-th row of a segment, so a query sees m = ceil(w / r) rows, zero rows included. A zero row has score
-0 and value 0, and takes part in the softmax. (In a causal pattern no query sees zero rows, which come last.)
+A head reads every r-th row of a segment, so a query attends to m = ceil(w / r) rows, zero rows included. A zero row has
+score 0 and value 0, and takes part in the softmax. (In a causal pattern no query attends to zero rows, because they
+come last.)
 
 A branch is called *misaligned* here if r does not divide w and there are several segments. Example: w = 5, r = 2 and
 L = 10. Each segment of 5 rows is padded to 6, and torchscale does not remove the padding from the output. So the rows
@@ -28,7 +29,7 @@ Position = TypeVar("Position", int, Tensor)
 
 
 def is_misaligned(branch: Branch, length: int) -> bool:
-    """Whether torchscale moves rows of a sequence of this length to other positions (see above)."""
+    """Whether torchscale moves rows of a sequence of this length to other positions (see the module's docstring)."""
     return branch.segment_length % branch.dilation_rate != 0 and length > branch.segment_length
 
 
@@ -52,7 +53,7 @@ def last_segment_start(branch: Branch, length: int) -> int:
 
 
 def num_zero_keys(branch: Branch, length: int, phase: int) -> int:
-    """How many zero rows a query in the last segment sees, if its head reads this phase."""
+    """How many zero rows a query in the last segment attends to, if its head reads this phase."""
     segment_length = min(branch.segment_length, length)
     num_rows = length - last_segment_start(branch, length)
     num_seen = -(-segment_length // branch.dilation_rate)
