@@ -1,4 +1,4 @@
-"""`python -m ring_dilated_attention` is `rda`."""
+"""`python -m ring_dilated_attention` runs the command `rda`."""
 
 import sys
 

@@ -89,8 +89,8 @@ class Trial(NamedTuple):
     def cases(self) -> list[Case]:
         """The entries of `CASES` that the trial can run.
 
-        For a cache, every case is made causal and has one document. With all_to_all, each rank takes some heads: a case
-        can run only if its key/value heads divide among the ranks.
+        For a cache, every case is made causal and has one document. With all_to_all, each rank computes some of the
+        heads. So the number of key/value heads must be a multiple of the number of ranks.
         """
         cases = []
         for case in CASES:
@@ -121,7 +121,7 @@ class Trial(NamedTuple):
 def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
     """Find the trials that can run on this machine with `num_ranks` ranks.
 
-    Returns these trials, and a row for each other trial with the reason why it cannot run.
+    Returns these trials. Also returns a row for each trial that cannot run, with the reason.
     """
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     exchanges = (*EXCHANGES, SIMULATED) if num_ranks > 1 else ("none", CACHE)
@@ -141,9 +141,10 @@ def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
 
 
 def run_trials(trials: Sequence[Trial], on_step: Callable[[], object]) -> list[Row]:
-    """Run trials of one backend, exchange and number of ranks in new processes. Returns a row for each trial.
+    """Run trials that share a backend, an exchange and a number of ranks, in new processes. Returns a row for each
+    trial.
 
-    If one of these processes crashes or hangs, all these trials fail. Other trials still run.
+    If a process crashes or hangs, all of `trials` fail. The other trials of `rda check` still run.
     """
     has_gpus = any(trial.device == "cuda" for trial in trials)
     launch = Launch(trials[0].num_processes, has_gpus=has_gpus, seconds=SECONDS_PER_LAUNCH)
@@ -240,7 +241,8 @@ def check(ranks: Iterable[int]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """An aligned table of the trials that ran. Lines below it say why the other trials cannot run, each reason once."""
+    """An aligned table of the trials that ran. Lines below the table list the reasons why trials cannot run, each
+    reason once."""
     headers = ("backend", "exchange", "ranks", "dtype", "error", "tolerance", "verdict", "where")
     lines: list[list[str]] = []
     against: dict[str, None] = {}

@@ -1,4 +1,5 @@
-"""The command `rda`: it imports the module of the subcommand that the user asks for, and no other, and runs it.
+"""The command `rda`: it imports and runs the module of the subcommand that the user asks for. Modules of other
+subcommands are not imported.
 
 A subcommand's module has `EXAMPLES` (what its --help ends with), `add_arguments(parser)` and `run(arguments) -> exit
 code`. The text of a ValueError that `run` raises is shown to the user. `arguments.argv` holds the words after the

@@ -89,7 +89,8 @@ def progress(total: int | None, unit: str) -> "Iterator[Progress]":
 class Progress:
     """Shows progress: on a terminal as a bar, elsewhere as a line every ten seconds, so that a log stays short.
 
-    Call `note` with a text about what is done now, and then `update` with the number done since the last `update`.
+    Call `note` with a text about what is done now, and then `update` with the number of units done since the last
+    `update`.
     """
 
     def __init__(self, total: int | None, unit: str, bars: "Bars | None" = None) -> None:

@@ -23,7 +23,8 @@ from ..run.dilated_cache import DTYPES, DilatedCache
 
 QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 # A floor that is added to every tolerance, because rounding a result once costs about eps / 4 in relative L2. In
-# float64 the floor is larger, because the definition is computed in float64 too, with rounding errors of that size.
+# float64 the floor is larger, because the definition is computed in float64 too, and so has rounding errors of that
+# size itself.
 FLOOR = {
     dtype: torch.finfo(dtype).eps * (8 if dtype == torch.float64 else 0.25) for dtype in DTYPES
 }
@@ -96,8 +97,8 @@ def tolerances(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str,
     expected = defined(case, inputs, dout, None)
     leaves = [x.to(dtype).requires_grad_() for x in inputs]
     count = multiplicity(case.pattern, case.seq_len, case.num_heads, case.documents)
-    # Make the mask that is added to the scores: log M for a query and a key that the query sees M times. Use float32 at
-    # least, because log 2 is not exact in bfloat16.
+    # Make the mask that is added to the scores: log M for a query and a key to which the query attends M times. Use
+    # float32 at least, because log 2 is not exact in bfloat16.
     bias = count.to(torch.promote_types(dtype, torch.float32)).log().unsqueeze(0)
     query, key, value = (x.transpose(1, 2) for x in leaves)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -123,8 +124,8 @@ def measure(
 ) -> Squares:
     """Make the call on this rank, and compare its results with the definition. Every rank of `parallel` must call this.
 
-    through_lse: whether the loss uses lse too. If so, some kernels compute the backward in another way
-    (`kernels/lse_gradient.py`).
+    through_lse: whether the loss uses lse too. If so, some kernels compute the backward differently (see
+    `kernels/lse_gradient.py`).
 
     Returns the `Squares` of out, lse, dq, dk and dv.
     """
@@ -151,7 +152,7 @@ def measure(
 
 
 def measure_cached(case: Case, dtype: torch.dtype, backend: str, device: str) -> Squares:
-    """As `measure`, but one device appends the sequence to a cache. Only out and lse are compared.
+    """Like `measure`, but one device appends the sequence to a cache. Only out and lse are compared.
 
     The first half of the sequence is appended 20 tokens at a time, the second half one by one.
     """
@@ -196,7 +197,8 @@ def squares(result: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 def relative(sums: tuple[float, float]) -> float:
-    """The relative L2 error from `squares`. It is infinite for NaN, and if `expected` is all zeros and `result` not."""
+    """The relative L2 error from `squares`. It is infinite if there is a NaN, or if `expected` is all zeros and
+    `result` is not."""
     difference, size = sums
     if math.isnan(difference) or size == 0:
         return 0.0 if difference == 0 else math.inf
@@ -204,7 +206,7 @@ def relative(sums: tuple[float, float]) -> float:
 
 
 class Worst(NamedTuple):
-    """The result that comes nearest to its tolerance, or exceeds it most."""
+    """The result with the largest ratio of error to tolerance."""
 
     error: float
     tolerance: float
@@ -223,7 +225,7 @@ def worst(
 ) -> Worst:
     """The result whose error is largest in relation to its tolerance, over all cases and quantities.
 
-    ranks: for each rank a list with its `Squares` of each case.
+    ranks: one list for each rank, with the `Squares` that the rank found for each case.
     """
     results = []
     for i, case in enumerate(cases):

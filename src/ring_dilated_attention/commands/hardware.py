@@ -29,9 +29,9 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 FLOPS = "FLOPs in a second; 500 TFLOP/s are 5e14"
 BYTES = "bytes in a second, one way; 50 GB/s are 5e10"
 SECONDS = "seconds; 5 µs are 5e-6"
-# For each field: the least number, the largest, and the unit. A number outside this range is refused, because the user
-# probably meant another unit. The least rates are low, because tiny tensors on a busy machine are slow:
-# examples/video.py reached only 5e7 FLOP/s.
+# For each field: the smallest number accepted, the largest, and the unit. A number outside this range is refused,
+# because the user probably meant another unit. The least rates are low, because tiny tensors on a busy machine are
+# slow: examples/video.py reached only 5e7 FLOP/s.
 NUMBERS = {
     "flops_per_second": (1e6, 1e17, FLOPS),
     "backward_flops_per_second": (1e6, 1e17, FLOPS),
@@ -71,9 +71,9 @@ def add_hardware_options(parser: ArgumentParser) -> None:
 
 
 def machine_of(name: str) -> Machine:
-    """The machine of a preset, by its name, or of a file, by its path.
+    """The machine of a preset or of a file. name: the name of the preset, or the path of the file.
 
-    Raises ValueError for a name that is neither, and for a malformed file.
+    Raises ValueError if `name` is neither, or if the file is malformed.
     """
     if name in PRESETS:
         return PRESETS[name]
@@ -159,7 +159,7 @@ def machine_for(arguments: Namespace) -> Machine | None:
         return None
     machine = machine_of(arguments.hardware)
     memory = replaced.pop("memory_bytes", machine.memory_bytes)
-    # Drop the rates inside hosts if --bandwidth is given, because --bandwidth is for all messages.
+    # Drop the rates inside hosts if --bandwidth is given, because --bandwidth applies to all messages.
     if "bytes_per_second" in replaced:
         replaced |= {"gpus_per_host": None, "host_bytes_per_second": None}
     if "latency_seconds" in replaced:
@@ -169,7 +169,7 @@ def machine_for(arguments: Namespace) -> Machine | None:
 
 
 def known(hardware: Hardware) -> dict[str, float]:
-    """The numbers of the hardware by name, without those that are None."""
+    """The fields of the hardware by name, without the fields that are None."""
     return {name: value for name, value in hardware._asdict().items() if value is not None}
 
 

@@ -22,7 +22,7 @@ _PRELOADED = ["torch", "torch.distributed", "ring_dilated_attention.attention"]
 
 
 class RankFailedError(RuntimeError):
-    """Ranks failed. The message holds the report of each failed rank, with the traceback."""
+    """Ranks failed. The message contains the report of each failed rank, with the traceback."""
 
 
 class Worker(NamedTuple):
@@ -55,8 +55,9 @@ def run_ranks(
 ) -> list[Any]:
     """Call function(worker, *args) on every rank. Returns the results in the order of ranks.
 
-    `function` must stand at the top level of a module. Every process is ended before this returns or raises, also when
-    a rank fails, when time is up, and on Ctrl-C. A RankFailedError says which ranks raised, died or ran out of time.
+    `function` must be defined at the top level of a module. Every process has ended before this returns or raises, even
+    if a rank fails, time runs out or Ctrl-C is pressed. A RankFailedError says which ranks raised, died or ran out of
+    time.
     """
     start = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload(_PRELOADED)

@@ -24,8 +24,8 @@ takes. Layers reach further: what one branch brings in one layer, another
 carries on in the next.
 """
 MOST_HEARD = 0.99
-# The points in which candidates are compared, in this order. Of two candidates, the first point in which they differ
-# decides which candidate is better.
+# The criteria for comparing candidates, in order. The first criterion by which two candidates differ decides which one
+# is better.
 BETTER = (
     "no rate above the number of heads",
     "fewer layers to hear of 99 %",

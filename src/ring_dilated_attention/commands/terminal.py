@@ -29,7 +29,7 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
     - 141 if the program that reads the output has ended;
     - 2, with a message, if memory runs out or a file cannot be read or written.
 
-    is_process: whether the process ends with this command.
+    is_process: whether the process ends after this command.
     """
     try:
         try:
@@ -135,7 +135,8 @@ def held_back() -> Iterator[None]:
 
 @contextmanager
 def _handled(handler: "signal._HANDLER") -> Iterator[None]:
-    """Set a SIGINT handler for a block. Only the main thread may set one. If SIGINT is ignored, it stays ignored."""
+    """Set a SIGINT handler for a block. In threads other than the main thread, or if SIGINT is ignored, nothing is
+    changed."""
     before = signal.getsignal(signal.SIGINT)
     is_ours = threading.current_thread() is threading.main_thread() and before not in (
         signal.SIG_IGN,

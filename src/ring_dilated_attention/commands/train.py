@@ -1,4 +1,4 @@
-"""`rda train`: trains in this process, starts ranks that train, or is one of these ranks.
+"""`rda train`: trains in this process, alone or as one of several ranks, or starts the ranks.
 
 Bad requests are refused before torch is imported.
 """
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 PACKAGES = ("filelock", "numpy", "rich", "safetensors")
-# If a rank fails, the others lose the connection to it. They wait this long before they end, so that the failed rank
-# ends first, and the launcher names it as the cause.
+# If a rank fails, the other ranks lose the connection to it. They wait GRACE_SECONDS before they end, so that the
+# failed rank ends first, and the launcher names it as the cause.
 GRACE_SECONDS = 10
-# Words in the errors that a rank meets if another rank has ended. These errors come from gloo, in DDP's
-# all-reduce of gradients, or from a store of torch.distributed.
+# Matches the errors that a rank gets after another rank has ended. They come from gloo, in DDP's all-reduce of
+# gradients, or from a store of torch.distributed.
 LOST_CONNECTION = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out|gloo/transport"
 )
@@ -102,7 +102,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--timeout", type=within(1, 86_400), default=600, metavar="S", help=late)
     save = "steps between checkpoints; older ones are deleted (default 30)"
     add("--save-every", type=positive, default=30, metavar="N", help=save)
-    # `launch` passes this option to the ranks that it starts: the folder in which the ranks meet.
+    # `launch` passes this option to the ranks that it starts: the folder of the store through which the ranks connect.
     add("--launched", type=Path, help=SUPPRESS)
     add_hyperparameters(
         parser.add_argument_group("hyperparameters", "kept by a run that goes on"), count
@@ -156,28 +156,29 @@ def launch_ranks(arguments: Namespace, run: Run) -> int:
 
 
 def what_is_left(arguments: Namespace, folder: Path) -> str:
-    """A text for the user of a failed run: the newest checkpoint, and the command that goes on from it."""
+    """A text for the user of a failed run: the newest checkpoint, and the command that resumes the run from it."""
     checkpoint = find_checkpoint(folder) or "none"
     return f"newest checkpoint: {checkpoint}; go on with: {train_command(arguments, folder)}"
 
 
 def train_command(arguments: Namespace, folder: Path) -> str:
-    """The command that goes on with the run: the user's own command, with the run's folder."""
+    """The command that resumes the run: the user's own command, with the run's folder added if it is missing."""
     words = list(arguments.argv)
     if arguments.launched is not None:
         words = words[:-2]  # drop --launched and its folder
     if arguments.run_folder is None:
         words += ["--run-folder", str(folder)]
     start = "rda train"
-    if started().num_ranks > 1 and arguments.launched is None:  # another launcher started the ranks
+    if started().num_ranks > 1 and arguments.launched is None:  # torchrun or srun started the ranks
         start = "... -m ring_dilated_attention train"
     return f"{start} {shlex.join(words)}"
 
 
 def train(arguments: Namespace, run: Run | None) -> int:
-    """Train in this process, alone or as one rank of several. Returns the exit code. If one rank refuses, all ranks do.
+    """Train in this process, alone or as one rank of several. Returns the exit code. If one rank refuses the run, all
+    ranks refuse it.
 
-    `rda train --ranks` starts its ranks again if one of them ends with another code than 0. So a rank that wants no
+    `rda train --ranks` starts its ranks again if one of them ends with a code other than 0. So a rank that wants no
     restart returns 0, and writes the exit code of the command to a file (`leave_code`).
     """
     with leaving_at_once("rda train"):
@@ -212,8 +213,8 @@ def train(arguments: Namespace, run: Run | None) -> int:
             (folder / STARTS_FILE).unlink(missing_ok=True)
     if arguments.launched is None or code == FAILED_EXIT_CODE:
         return code
-    # Pass the exit code on to the launcher. If there was no error, only the first rank does so: it reports the
-    # run at its end, and if it fails there, the command must not end with the code of another rank.
+    # Pass the exit code on to the launcher. A code that means no error is passed on by the first rank only. If the
+    # first rank fails in its report of the run, the command must not end with another rank's code.
     if code not in (0, INTERRUPTED_EXIT_CODE) or parallel.rank == 0:
         leave_code(arguments.launched, code)
     return 0
@@ -228,8 +229,8 @@ def join(arguments: Namespace) -> "ContextParallel":
         join_ranks(arguments.launched, timeout)
         return ContextParallel(timeout=timeout)
     except (ValueError, RuntimeError):
-        # If the request itself is wrong, raise an error that says so. It helps the user more than the error that the
-        # ranks could not meet.
+        # If the request itself is wrong, raise an error that says so. The user learns more from it than from the error
+        # that the ranks could not connect.
         prepare_checked(arguments)
         raise
 
@@ -245,7 +246,8 @@ def begin(
 
     if run is None:
         run = together(parallel, partial(prepare_checked, arguments))
-    # Take the folder of the first rank, because each rank has made up a name of its own if the user named no folder.
+    # Take the folder of the first rank, because without --run-folder each rank has made up its own name, and the names
+    # may differ.
     folder = Path(on_first(parallel, partial(own, arguments, run, stack)))
     # Prepare the run again if the previous owner of the folder has saved another checkpoint while this run waited for
     # the folder.
@@ -326,7 +328,7 @@ def failed(error: Exception, arguments: Namespace, folder: Path | None) -> int:
 
 
 def code_after_loss(arguments: Namespace) -> int:
-    """The exit code of a rank that ends because it lost the connection to another rank.
+    """The exit code of a rank that has lost the connection to another rank and ends.
 
     Under `rda train --ranks` this waits up to GRACE_SECONDS, so that the rank that failed ends first. If a rank leaves
     a code for the command meanwhile, that code is returned. Otherwise FAILED_EXIT_CODE is returned.

@@ -126,7 +126,7 @@ def examined_with(rank: int, num_ranks: int, seconds: float) -> list[dict[str, A
 
 
 def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
-    """A sentence for each version or kind of GPU that differs between ranks."""
+    """One sentence for each entry of "versions" (software, kind of GPU) that differs between ranks."""
     problems = {}
     first_versions = everyone[0]["versions"]
     for one in everyone:
@@ -153,8 +153,8 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware | None:
     # subtract nothing if the large message took less than twice as long as the small one, because then other programs
     # disturbed the network.
     bandwidth = LARGE_MESSAGE / (large - small) if large > 2 * small else LARGE_MESSAGE / large
-    # A call also does other work than to compute tiles (blocks of queries x keys). `Hardware` has no field for the time
-    # of that work. So count it as a part of the handshake, which each forward and each backward has once.
+    # A call also takes time outside its tiles (blocks of queries x keys). `Hardware` has no field for this time. So add
+    # it to the time of the handshake, which each forward and each backward has once.
     handshake = max(
         one["messages"]["handshake_seconds"] + one["rates"]["around_seconds"] for one in everyone
     )

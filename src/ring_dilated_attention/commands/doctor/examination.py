@@ -20,10 +20,11 @@ from ...training.machine import hardware, physical_bytes, versions
 from ..hardware import LARGE_MESSAGE
 from ..local_ranks import Worker
 
-# The bytes of a small message, by which the latency is measured. A large message (LARGE_MESSAGE) shows the bandwidth.
+# The bytes of a small message, which measures the latency. A large message (LARGE_MESSAGE) measures the bandwidth.
 SMALL_MESSAGE = 256
 REPEATS = 11
-# With ROWS rows, most of the time of attention goes into FLOPs; with FEW_ROWS, into the kernel call itself.
+# With ROWS rows, most of the time of attention goes into FLOPs. With FEW_ROWS, most of it is the fixed cost of kernel
+# calls.
 ROWS, FEW_ROWS, HEADS, HEAD_DIM = 2048, 32, 4, 64
 # A tile is a block of queries x keys. A call of 1 + 8 small tiles is compared with a call of 1 small tile. The
 # difference in time is the fixed time of 8 tiles.
@@ -31,7 +32,8 @@ FURTHER_TILES = 8
 
 
 def examine(worker: Worker | None, seconds: float) -> list[dict[str, Any]]:
-    """Examine this rank, together with all others. Every rank gets the findings of all ranks, in their order.
+    """Examine this rank while all other ranks examine themselves. Returns the findings of all ranks, in the order of
+    ranks.
 
     seconds: how long a message may take.
     """
@@ -79,9 +81,9 @@ def meet(parallel: ContextParallel) -> None:
 def rates(parallel: ContextParallel, device: str, dtype: torch.dtype) -> dict[str, float]:
     """Measure how fast this rank computes attention, while all ranks compute.
 
-    Returns the FLOPs per second of a forward and of a backward, and two times in seconds. "call_seconds" is the time
-    that every tile (a block of queries x keys) takes whatever its size. "around_seconds" is the time that a call takes
-    besides its tiles.
+    Returns the FLOPs per second of a forward and of a backward, and two times in seconds. "call_seconds" is the fixed
+    time of a tile (a block of queries x keys), which does not grow with the tile. "around_seconds" is the time of a
+    call outside its tiles.
     """
     many = ROWS if device == "cpu" else 8 * ROWS
     one_tile = DilatedPattern.dense()
@@ -123,7 +125,7 @@ def _times(
 
 def timed(parallel: ContextParallel, device: str, *actions: Callable[[], object]) -> list[float]:
     """The median seconds of each action. In a round all ranks begin together, and each runs the actions one after
-    another. The first round warms up and is left out."""
+    another. The first round is a warm-up and is not counted."""
     rounds = []
     for _ in range(REPEATS):
         meet(parallel)
@@ -138,8 +140,8 @@ def timed(parallel: ContextParallel, device: str, *actions: Callable[[], object]
 
 
 def messages(parallel: ContextParallel, device: str) -> dict[str, float]:
-    """Time three kinds of messages while all ranks send: a handshake, in which all ranks hear of each other, and a
-    small and a large message to the next rank. Returns the seconds by name."""
+    """Time a handshake (a barrier of all ranks), a small message and a large message. Each rank sends the messages to
+    the next rank, and all ranks send at the same time. Returns the seconds by name."""
     link = getattr(parallel.ranks, "all", None)
     assert isinstance(link, GroupLink)
     [handshake] = timed(parallel, "cpu", lambda: meet(parallel))

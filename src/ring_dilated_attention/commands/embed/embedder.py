@@ -26,8 +26,8 @@ def load(options: Namespace) -> LongNetViT:
         raise ValueError(
             f"--device {options.device} cannot be used: {first_line(error)}"
         ) from error
-    # Set the user's tile size only now: it must change how coordinates are read, but not the segment lengths. Those
-    # were computed when the model was made, with the tile size 256 of the published weights.
+    # Set the user's tile size only now: it must change how coordinates are read, but not the segment lengths. The
+    # segment lengths were computed when the model was made, from the published tile size 256.
     model.tile_size = options.tile_size or 256.0
     return model
 

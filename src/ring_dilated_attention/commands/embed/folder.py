@@ -1,4 +1,5 @@
-"""The folder of `rda embed`: NAME.npy for each slide, and settings.json. All its embeddings have the same settings."""
+"""The folder that `rda embed` writes: NAME.npy for each slide, and settings.json. All embeddings in it share these
+settings."""
 
 import json
 import tempfile
@@ -14,8 +15,8 @@ MADE_BY = "rda embed"
 class EmbeddingFolder:
     """The folder that --out names. It is made when its first embedding is added.
 
-    Raises ValueError if another program made the folder, if the folder's embeddings have other settings, or if nothing
-    can be written to the folder.
+    Raises ValueError if another program made the folder, if the folder's embeddings were made with different settings,
+    or if nothing can be written to the folder.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:

@@ -52,7 +52,8 @@ def encoder_decoder(
 
 
 def transformers_decoder(path: Path, pattern: DilatedPattern) -> Decoder:
-    """A model of transformers with this pattern. path: the model's config.json, or a folder with one.
+    """A model of the library transformers, with `pattern` as its attention. path: the model's config.json, or a folder
+    with one.
 
     Raises ValueError if the model cannot be made, or cannot run the pattern.
     """

@@ -1,4 +1,4 @@
-"""`rda plan model`: ranks the meshes of some GPUs for the training of a model, by tokens per second."""
+"""`rda plan model`: lists the meshes that a number of GPUs allows, sorted by how fast a model trains on each."""
 
 import json
 from argparse import ArgumentParser, Namespace
@@ -166,7 +166,7 @@ def table_of_meshes(plans: list[MeshPlan]) -> str:
 
 
 def table_of_best(best: MeshPlan) -> str:
-    """A table of what a GPU of the best mesh holds, and of how long each part of its step takes."""
+    """A table for the best mesh: the memory that a GPU needs, and the time of each part of a step."""
     memory = best.memory
     rows = [
         (name, size_text(getattr(memory, name))) for name in memory._fields if getattr(memory, name)

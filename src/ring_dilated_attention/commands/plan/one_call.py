@@ -1,6 +1,6 @@
 """`rda plan`: shows what each rank of an attention call would compute, send and hold, without making the call.
 
-It also lists all exchanges and shardings by the time that the call would take with them.
+It also lists all exchanges and shardings, sorted by the predicted time of the call.
 """
 
 import json
@@ -29,7 +29,7 @@ from ..hardware import ITEMSIZE, Machine, assumed, known, machine_for
 from .job_options import add_shared, pattern_of
 from .picture import draw
 
-MOST_COMPARED = 4096  # the most ranks for which other exchanges are compared; more would take long
+MOST_COMPARED = 4096  # with more ranks, comparing the exchanges would take long
 EXAMPLES = f"""examples:
   rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi \\
            --dilation-rates 1 16 256 --hardware h100
@@ -168,7 +168,7 @@ def table_of_ranks(figures: Figures) -> str:
 def lines_of(
     pattern: DilatedPattern, figures: Figures, choice: Choice, machine: Machine | None
 ) -> list[str]:
-    """Lines about all ranks together, about what each branch sends, and about the time."""
+    """Lines of text about three things: the totals over all ranks, what each branch sends, and the time."""
     about = "about " if len(figures.ranks) < figures.num_ranks else ""
     peak = f"{about}{size_text(figures.peak_bytes)}"
     lines = [

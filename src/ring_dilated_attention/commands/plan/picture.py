@@ -1,4 +1,4 @@
-"""Draws a pattern: which keys a query sees."""
+"""Draws a pattern: which keys each query attends to."""
 
 import sys
 from io import BytesIO
@@ -39,7 +39,8 @@ def png(figure: "Figure") -> bytes:
 
 
 def pairs_by_branch(pattern: DilatedPattern, seq_len: int, num_heads: int, head: int) -> Any:
-    """Whether a query of this head sees a key in a branch: a numpy array of bool (branches, queries, keys)."""
+    """A numpy array of bool (branches, queries, keys) for one head: whether the query attends to the key in the
+    branch."""
     import numpy
 
     positions = numpy.arange(seq_len)
@@ -55,9 +56,9 @@ def pairs_by_branch(pattern: DilatedPattern, seq_len: int, num_heads: int, head:
 
 
 def draw_pattern(pattern: DilatedPattern, seq_len: int, num_heads: int) -> "Figure":
-    """A figure with one panel for each head. A panel shows the keys (columns) that each query (row) sees.
+    """A figure with one panel for each head. A panel shows the keys (columns) that each query (row) attends to.
 
-    A pair has the colour of the first branch in which the query sees the key.
+    A (query, key) pair has the colour of the first branch in which the query attends to the key.
     """
     import numpy
     from matplotlib.colors import to_rgb
