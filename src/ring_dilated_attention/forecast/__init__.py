@@ -1,1 +1,1 @@
-"""Predicts what a call or a training would compute, send, hold in memory and take in time, without running it."""
+"""Predicts the FLOPs, messages, memory and time of an attention call or of a training, without running it."""

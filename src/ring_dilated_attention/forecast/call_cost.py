@@ -7,8 +7,8 @@ middle and last ones, and those that compute, receive or hold most.
 
 The time is modelled if there are at most MOST_TIMED ranks.
 
-In the exchange all_to_all, ranks "deal heads": before attention each rank has some positions of all heads, and by
-messages it gets all positions of some heads instead.
+In the exchange all_to_all, ranks "deal heads". Before the exchange, each rank has some positions of all heads. After
+it, each rank has all positions of some heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -132,7 +132,7 @@ def picked_ranks(counted: Counted) -> list[int]:
 
 
 class RankFigures(NamedTuple):
-    """What one of the `picked_ranks` owns, computes, sends and, if a kernel is given, holds."""
+    """What one of the `picked_ranks` owns, computes and sends, and if a kernel is given, the memory that it needs."""
 
     rank: int
     num_rows: int
@@ -165,7 +165,7 @@ class Figures(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """The share of a step, from 0 to 1, in which the rank that computes most waits instead of computing."""
+        """The fraction of a step's time, from 0 to 1, that the busiest rank spends waiting."""
         assert self.step is not None, "no hardware was given"
         computing = max(rank.computing_seconds for rank in self.step.ranks)
         return 1 - computing / self.seconds if self.seconds else 0.0

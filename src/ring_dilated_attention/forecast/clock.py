@@ -6,16 +6,16 @@ tiles (blocks of queries x keys), posts messages and waits for messages.
 Assumptions:
 
 - Computation: a tile takes `call_seconds`, plus its FLOPs divided by the rate of its stage. The rate is the one that
-  kernels reach in practice, with the time for packing rows and for adding up results. Messages do not slow
-  computation. To post a message takes no time.
+  kernels reach in practice, including the time to pack rows and to add up results. Messages do not slow computation.
+  Posting a message takes no time.
 - Network: a rank sends one message at a time and receives one at a time, each at `bytes_per_second`. Messages go in the
   order in which the rank posts them, as on one NCCL stream. A message starts when its sender and its receiver have
   posted it and both are free for it. It arrives one latency after its last byte has left.
-- Hosts: consecutive ranks share a host. Messages inside a host have other rates than messages between hosts.
-- Handshake: before each stage every rank waits for the slowest rank, and for a few rounds of messages in which all
-  ranks hear of each other (`plan/rounds.py`). Each round takes one latency; the first may be given as measured.
+- Hosts: consecutive ranks share a host. Messages inside a host may have different rates from messages between hosts.
+- Handshake: before each stage every rank waits for the slowest rank, and for a few rounds of messages after which every
+  rank has heard from all others (`plan/rounds.py`). Each round takes one latency; the first may be given as measured.
 
-If any duration gets shorter, no moment comes later. So faster hardware never makes a step slower.
+A shorter duration never delays anything. So faster hardware never makes a step slower.
 """
 
 from collections import deque
@@ -78,8 +78,8 @@ class Hardware(NamedTuple):
 class RankTime(NamedTuple):
     """The seconds of one rank in a step.
 
-    forward_seconds and backward_seconds are each for one stage. Both count from the moment when all ranks have ended
-    the stage before.
+    forward_seconds and backward_seconds are each for one stage. Each counts from the moment when all ranks have ended
+    the previous stage.
 
     computing_seconds and exposed_seconds are for both stages together. Exposed time is spent in waits: for handshakes,
     slow messages and late senders.
@@ -148,8 +148,8 @@ class _Rank:
         self.exposed = 0.0
 
     def carry_out(self, stage: str) -> Iterator[None]:
-        """Run the rank's program of a stage. Yield while the rank waits for a message whose arrival is not known
-        yet."""
+        """Run the rank's program of a stage. Yields whenever the rank waits for a message and the time of arrival is
+        not known yet."""
         posted: dict[str, tuple[list[Side], list[Side]]] = {}
         facts = CallFacts(batch=self.sizes.batch, dealing=self.dealing)
         for step in make_program(self.plan, stage, facts):
@@ -236,8 +236,8 @@ def _row_bytes(name: str, plan: Plan, sizes: Sizes) -> int:
 class Side:
     """A message as one of its two ranks posted it. peer: the other rank.
 
-    posted: the moment at which the rank posted the message. done: the moment at which the message arrives; None as long
-    as this moment is not known.
+    posted: the moment at which the rank posted the message. done: the moment at which the message arrives; None until
+    it is known.
     """
 
     peer: int
@@ -247,7 +247,8 @@ class Side:
 
 
 class Network:
-    """For every rank two queues, of the messages that the rank sends and that it receives, in the order of posting.
+    """Holds two queues for each rank: one of messages to send, one of messages to receive, both in the order of
+    posting.
 
     All ranks order messages alike (by the step of the ring exchange, then by ring). So there is always a message that
     is first in both its sender's and its receiver's queue, and the ranks cannot deadlock.
@@ -278,8 +279,8 @@ class Network:
         return sends, receives
 
     def _carry(self, sender: int, receiver: int) -> None:
-        """Compute when a message arrives that is the first in the queues of its sender and its receiver. Remove it from
-        both queues."""
+        """Compute when a message arrives, and remove it from both queues. The message must be first in the queue of
+        `sender` and in that of `receiver`."""
         sent = self.leaving[sender].popleft()
         received = self.coming[receiver].popleft()
         assert sent.num_bytes == received.num_bytes, (sender, sent, receiver, received)

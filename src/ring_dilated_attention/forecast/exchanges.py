@@ -24,7 +24,7 @@ class Alternative(NamedTuple):
 def exchanges_of(call: PlannedCall, hardware: Hardware | None) -> list[Exchange]:
     """Every exchange that the call may take.
 
-    On a 2-D mesh ranks use all_to_all inside groups, and rings between groups. Of these meshes only the one with the
+    On a 2-D mesh ranks use all_to_all inside groups, and rings between groups. Of all 2-D meshes, only the one with the
     largest groups that fit into a host is listed.
     """
     num_ranks = call.num_ranks
@@ -62,15 +62,15 @@ def alternatives(
 
 
 def _rank_of(row: Alternative) -> tuple[float, ...]:
-    """The key by which alternatives are sorted: first those with a time, beginning with the fastest, then those
-    without, beginning with the best balanced. Of equal alternatives, the one that sends least is first."""
+    """The key by which alternatives are sorted. Alternatives with a time come first, the fastest at the top.
+    Alternatives without a time follow, the best balanced at the top. Ties are broken by the bytes sent."""
     if row.figures.step is None:
         return (1, -row.figures.balance, row.figures.most_sent)
     return (0, row.figures.seconds, row.figures.most_sent)
 
 
 def better(figures: Figures, rows: list[Alternative]) -> str:
-    """A sentence that advises the first of `rows`, or "" if its step takes more than WORTH_IT of the time in `figures`.
+    """A sentence that advises to use `rows[0]`. "" if `rows[0]` takes more than WORTH_IT times as long as `figures`.
 
     figures: the figures of the call as the user asked for it. rows: alternatives, the fastest first.
     """

@@ -1,10 +1,10 @@
-"""Ranks all meshes of a number of devices for the training of a decoder, by tokens per second.
+"""Lists all meshes of a number of devices, sorted by the tokens per second at which a decoder trains on them.
 
 A mesh of data x sequence devices has `data` groups. Each sequence is split over the `sequence` devices of a group.
 
-For each mesh, the exchange and sharding with the fastest attention are taken. Then two more choices are compared:
-activations are kept or computed again, and states (parameters, gradients and optimiser state) are whole on each device
-or cut over all devices. The fastest choice that fits the memory is taken.
+For each mesh, the exchange and sharding with the fastest attention are taken. Two more questions are decided: whether
+activations are kept or recomputed, and whether states (parameters, gradients and optimiser state) are whole on each
+device or cut over all devices. The fastest combination that fits the memory is taken.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Training(NamedTuple):
     batch: int
     itemsize: int  # the bytes of one number in activations
     kernel: str
-    activations: tuple[str, ...] = ACTIVATIONS  # the ways to hold activations that are compared
+    activations: tuple[str, ...] = ACTIVATIONS  # which of ACTIVATIONS are compared
 
 
 class Mesh(NamedTuple):
@@ -88,15 +88,16 @@ def ranked_meshes(
 
 
 def _rank_of(plan: MeshPlan) -> tuple[bool, float]:
-    """The key by which plans are sorted: first those that fit the memory, beginning with the fastest, then all others,
-    beginning with the one that needs least memory."""
+    """The key by which plans are sorted. Plans that fit the memory come first, the fastest at the top. All other plans
+    follow, with the least memory at the top."""
     if plan.fits:
         return False, -plan.tokens_per_second
     return True, plan.memory.total
 
 
 def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: float) -> MeshPlan:
-    """The fastest way to train on a mesh that fits the memory. If no way fits, the one that needs the least memory.
+    """Find the fastest way to train on `mesh` within `memory_bytes`. If no way fits, take the one that needs least
+    memory.
 
     The time of a step has three parts: products with weights, attention in all layers, and the messages that exchange
     gradients or parameters. The optimiser's own work is not counted.
@@ -145,7 +146,8 @@ def _attention(
 ) -> tuple[Exchange, str, Figures, AttentionWeight]:
     """Find the exchange and the sharding in which the attention of one layer is fastest.
 
-    Returns both, the figures of the call, and the bytes that the call holds on the rank that holds most.
+    Returns the exchange, the sharding, the figures of the call, and the largest number of bytes that the call holds on
+    a rank.
     """
     decoder = training.decoder
     heads = decoder.num_heads, decoder.num_kv_heads
@@ -164,13 +166,13 @@ def _attention(
 
 
 def _gradient_seconds(training: Training, mesh: Mesh, hardware: Hardware, *, is_cut: bool) -> float:
-    """The seconds of a step in which devices exchange gradients or parameters.
+    """The part of a step, in seconds, in which devices exchange gradients or parameters.
 
     Without FSDP2 devices sum gradients by a reduce-scatter and an all-gather. With FSDP2 (`is_cut` set) devices gather
     parameters twice and reduce-scatter gradients once.
 
-    The devices of a host first exchange among themselves. So together they send only as many bytes to other hosts as
-    one device has.
+    The devices of a host first exchange among themselves. So a host sends to other hosts only as many bytes as one
+    device holds.
     """
     num_ranks = mesh.num_ranks
     inside = min(hardware.gpus_per_host or 1, num_ranks)

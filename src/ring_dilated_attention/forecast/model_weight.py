@@ -1,9 +1,10 @@
-"""Counts the bytes that the training of a decoder holds, without holding them.
+"""Counts the bytes of memory that training a decoder needs, without allocating them.
 
 One or two of the decoder's blocks run forward and backward on tensors of the device "meta", and the bytes of the
-tensors that exist at once are counted. All blocks are alike, so each further block adds what the second adds.
+tensors that exist at the same time are counted. All blocks are alike, so each further block adds as many bytes as the
+second.
 
-What attention holds comes from `simulate/weighing.py`, for the rank that holds most.
+`simulate/weighing.py` tells what attention holds, on the rank where it holds most.
 """
 
 from collections.abc import Callable
@@ -32,8 +33,8 @@ class DecoderWithLoss(nn.Module):
 
     As in models/recompute.py, logits are computed for one slice of rows at a time, and again in the backward.
 
-    Two slices are enough to reach the peak of memory, so all further rows have no logits here. But all rows have
-    gradients, as in training: the gradients of all hidden rows are held at the same time.
+    Two slices are enough to reach the peak of memory, so no logits are computed for further slices. As in training, the
+    gradients of all hidden rows are held at the same time.
     """
 
     def __init__(self, body: nn.Module, head: nn.Module, vocab_size: int) -> None:
@@ -79,7 +80,7 @@ class Decoder(NamedTuple):
     head_dim: int
     num_parameters: int
     block_parameters: int  # the parameters of one block
-    matrix_entries: int  # entries of all matrices that multiply a token's row, also of the head
+    matrix_entries: int  # entries of all matrices that multiply a token's row, including the head
 
 
 def count_decoder(
@@ -87,7 +88,7 @@ def count_decoder(
 ) -> Decoder:
     """Count a decoder's parameters and the entries of its matrices.
 
-    Only modules of one block and of two blocks are made. Each further block adds what the second adds.
+    Only modules of one block and of two blocks are made. Each further block adds as much as the second.
     """
     one, two = make(1, False), make(2, False)
     block_parameters = _parameters(two) - _parameters(one)
@@ -114,7 +115,7 @@ def _matrix_entries(module: nn.Module) -> int:
 
 
 class HeldByModel(Held):
-    """Counts the bytes that a model's tensors hold at once. attention: the bytes that one attention call holds."""
+    """Counts the peak bytes of a model's tensors. attention: the bytes that one attention call holds."""
 
     def __init__(self, inputs: list[Tensor], attention: AttentionWeight) -> None:
         super().__init__(inputs)
@@ -133,7 +134,7 @@ class HeldByModel(Held):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # Answer True to "all" and False to "any", because tensors on "meta" have no values. Models of transformers ask
-        # whether all tokens are of one document, or whether any token is of another document.
+        # whether all tokens belong to one document, or whether any token belongs to a second document.
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return not self.is_any_asked
         self.is_any_asked = func is torch.ops.aten.any.default
@@ -144,7 +145,7 @@ class HeldByModel(Held):
 def weigh_activations(
     decoder: Decoder, batch: int, num_positions: int, dtype: torch.dtype, attention: AttentionWeight
 ) -> dict[str, int]:
-    """The most bytes that a rank holds at once in a forward and backward, for each name in ACTIVATIONS.
+    """The peak bytes that a rank holds in a forward and backward, for each name in ACTIVATIONS.
 
     Parameters, gradients and optimiser state are not included. num_positions: how many positions of each sequence the
     rank holds. attention: the bytes that one attention call holds on the rank.
@@ -201,7 +202,7 @@ def model_memory(decoder: Decoder, activations: int, num_shards: int, itemsize: 
     width = max(FLOAT, itemsize)
     states = 4 * width * -(-decoder.num_parameters // num_shards)
     working = 0
-    if num_shards > 1:  # whole at once: parameters of two blocks, gradients of one block
+    if num_shards > 1:  # held whole: parameters of two blocks, gradients of one block
         working = 3 * decoder.block_parameters * itemsize
     elif itemsize < width:
         working = decoder.num_parameters * itemsize

@@ -1,18 +1,18 @@
 """Computes exactly which positions can influence a query after some layers: those that the query "has heard of".
 
-In one layer a query hears of the keys that it sees. In the next layer it also hears of what these keys have heard of.
-So a query is followed back through the layers: its set of positions begins with itself, and each layer adds the keys
-that the positions in the set see.
+In one layer a query hears of the keys that it attends to. In the next layer it also hears of what those keys have heard
+of. So each query is followed back through the layers. Its set of positions begins with the query itself. Each layer
+adds the keys that the positions in the set attend to.
 
-Each head reads only every r-th position of a segment (r is the dilation rate), and the first of these differs between
-heads. But heads are mixed between layers, so a layer adds what any head sees.
+Each head reads only every r-th position of a segment (r is the dilation rate), and heads begin at different positions.
+But heads are mixed between layers, so a layer adds what any head reads.
 
-A set is a binary tree: a node is a set of 2**h positions, its two halves are sets of half as many positions, and equal
-sets are one node. If lengths and rates are powers of two, most segments look alike. So a trillion positions need hardly
+A set is stored as a binary tree. A node is a set of 2**h positions, and its two children are its halves. Equal sets
+share one node. If lengths and rates are powers of two, most segments look alike. So a trillion positions need hardly
 more nodes than a million.
 
-To find the keys that a set of queries sees in a branch, the set is moved by 1, 2, 4, ... times the dilation rate, one
-move after the other. After each move the moved set is united with the set before the move. Nothing moves over the
+To find the keys that a set of queries attends to in a branch, the set is moved by 1, 2, 4, ... times the dilation rate,
+one move after the other. After each move the moved set is united with the set before the move. Nothing moves over the
 border of a segment. A sliding window has no borders: its moves add up to its width.
 """
 
@@ -109,8 +109,8 @@ class _Move(NamedTuple):
 
 
 class _Branch(NamedTuple):
-    """A branch: which positions its heads read, and the moves by which a set of queries grows to the keys that the
-    queries see."""
+    """A branch: the positions that its heads read, and the moves that turn a set of queries into the set of keys that
+    they attend to."""
 
     read: int  # the set of positions that heads read
     moves: list[_Move]
@@ -119,13 +119,13 @@ class _Branch(NamedTuple):
 def reach(
     pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int
 ) -> tuple[float, ...]:
-    """For each layer, the least share of positions that a query has heard of.
+    """For each layer, the smallest share of positions that any query has heard of.
 
     A share of 0.25 means: some query has heard of only a quarter of all positions, or, if the pattern is causal, of the
     positions up to the query. Only `queries_to_follow` are examined.
 
     Raises ValueError if a rate is not a power of two, or if a segment or window is shorter than the sequence and its
-    length is not a power of two. A window that is not causal counts with half its length.
+    length is not a power of two. For a window that is not causal, half its length is checked.
     """
     for branch in pattern.branches:
         length = block_length(branch, is_causal=pattern.is_causal)
@@ -188,7 +188,7 @@ def _branch(
         segment = (min(branch.segment_length, seq_len) - 1).bit_length()
         rate = (branch.dilation_rate - 1).bit_length()
         if rate >= segment:
-            # A head reads at most one position of a segment, so a query sees no position but itself.
+            # A head reads at most one position of a segment, so a query attends only to itself.
             return _Branch(NONE, [])
         farthest = 2**segment - 2**rate
         heads = pattern.heads_of(number, num_heads)
@@ -213,7 +213,8 @@ def _branch(
 
 
 def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[int]:
-    """The queries that may have heard of the least share of positions. Places in a segment are counted from 0.
+    """Candidates for the query that has heard of the smallest share of positions. Places in a segment are counted from
+    0.
 
     - Places 0 and `num_heads` of several segments. A query at place 0 hears of earlier segments only by wider branches.
       The position at place `num_heads` may be one that no head reads.
@@ -221,7 +222,7 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
       last ones, which may be shorter.
     - With a window of w positions, also places w - 2 and w - 1 of these segments. The window shows keys before the
       start of a segment only to the first w - 1 queries of the segment.
-    - With a window, also the last queries of the sequence, since there may be one among them that no head reads.
+    - With a window, also the last queries of the sequence, since one of them may be read by no head.
     """
     shortest = min(branch.segment_length for branch in pattern.branches)
     starts = {0, max(0, (seq_len - 1) // shortest - 1) * shortest}

@@ -4,15 +4,16 @@ In a branch (w, r) of a pattern, every r-th position of a segment of w positions
 
 - Three follow LongNet's rule with a ratio a of 2, 4 or 8. w is w_0, w_0 * a, w_0 * a**2, ... up to the whole sequence,
   and r is 1, a, a**2, ...
-- One has two branches: w_0 with r = 1, and the whole sequence with an r for which a query sees about as many keys in
-  both branches. But r is at most the number of heads, so that some head reads each position.
+- One has two branches: w_0 with r = 1, and the whole sequence with an r for which a query attends to about equally many
+  keys in both branches. But r is at most the number of heads, so that some head reads each position.
 
-A pattern of two such branches recalled most of what dense attention did (docs/learning.md, "Recall at a distance").
+A pattern with two branches of this kind recalled most of what dense attention did (docs/learning.md, "Recall at a
+distance").
 
 In each pattern, w_0 is the largest power of two that keeps the pairs within the budget. A sliding window of w_0
 positions may take the place of the segments of w_0.
 
-All r are powers of two, and all w, except the w of the whole sequence.
+All r are powers of two. So are all w, except the w of the whole sequence.
 """
 
 from ..pattern import DilatedPattern
@@ -52,13 +53,13 @@ def suggestions(
 def _pattern(
     ratio: int | None, first: int, seq_len: int, num_heads: int, *, is_causal: bool
 ) -> DilatedPattern:
-    """The pattern of LongNet's rule with this ratio, or the pattern of two branches if `ratio` is None.
+    """The pattern of LongNet's rule with this ratio. If `ratio` is None, the pattern with two branches.
 
     first: the length of the shortest segments.
     """
     if ratio is not None:
         return DilatedPattern.longnet(seq_len, first_length=first, ratio=ratio, is_causal=is_causal)
-    # Choose the rate so that a query sees 0.5 to 1 times as many keys in the whole sequence as in its segment of
+    # Choose the rate so that a query attends to 0.5 to 1 times as many keys in the whole sequence as in its segment of
     # `first` positions. The next line lowers the rate if there are few heads.
     rate = 2 ** ((seq_len - 1) // first).bit_length()
     rate = min(rate, 2 ** (num_heads.bit_length() - 1))

@@ -1,4 +1,5 @@
-"""`rda plan model`: lists the meshes that a number of GPUs allows, sorted by how fast a model trains on each."""
+"""`rda plan model`: lists the meshes of a number of GPUs, sorted by the tokens per second at which a model trains on
+them."""
 
 import json
 from argparse import ArgumentParser, Namespace
