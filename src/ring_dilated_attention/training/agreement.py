@@ -1,8 +1,9 @@
-"""How the ranks of a training run meet, exchange values and agree.
+"""How the ranks of a training run connect, exchange values, and agree on whether to train.
 
-Ranks of `rda train --ranks` meet in the launcher's folder, other ranks at the address that torchrun or srun gives them.
+Ranks of `rda train --ranks` connect through a file in the launcher's folder. Ranks under torchrun or srun connect
+through the address that they receive.
 
-If one rank meets an error that a user can mend, all ranks raise it. The first rank of each launcher reports it.
+If one rank gets an error that the user can fix, all ranks raise an error. The first rank of each launcher reports it.
 """
 
 import json
@@ -28,9 +29,9 @@ T = TypeVar("T")
 def join_ranks(folder: Path | None, timeout: timedelta) -> None:
     """Join the process group, if there are several ranks.
 
-    folder: the folder in which the ranks of `rda train --ranks` meet; None if another launcher started the ranks.
+    folder: the folder through which the ranks of `rda train --ranks` connect; None under torchrun or srun.
 
-    timeout: how long a message between ranks may take in DDP.
+    timeout: the time limit for each of DDP's messages between ranks.
     """
     rank, num_ranks = started()
     if dist.is_initialized() or num_ranks == 1:
@@ -45,13 +46,13 @@ def join_ranks(folder: Path | None, timeout: timedelta) -> None:
 
 
 def store_of_launcher(rank: int, num_ranks: int) -> dist.Store:
-    """The key-value store in which the ranks meet under torchrun or srun. Entries of earlier starts are hidden.
+    """The key-value store through which the ranks connect under torchrun or srun. Entries of earlier starts are hidden.
 
-    torchrun may start failed ranks again. torch 2.13 keeps one store for all these starts, with the addresses of ranks
-    that have ended. So the names of entries begin with the number of the start.
+    torchrun may start failed ranks again. torch 2.13 keeps the same store after a restart, with the addresses of ranks
+    that have ended. So the name of each entry begins with the number of the start.
 
-    With several torchruns (one on each host) this fails, because each counts only its own restarts. They need a new
-    store for each start. Raises a ValueError that says how to get new stores.
+    With several torchruns (one on each host) the numbers may differ, because each torchrun counts only its own
+    restarts. So several torchruns need a new store for each start. Raises a ValueError that says how to get new stores.
     """
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_torchruns and are_by_torchrun() and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
@@ -91,9 +92,9 @@ def together(parallel: ContextParallel, action: Callable[[], T]) -> T:
 
 
 def on_first(parallel: ContextParallel, action: Callable[[], Any]) -> Any:
-    """Call action() on the first rank alone. Returns its result on every rank. Raises what `together` raises.
+    """Call action() on the first rank only. Returns the result on every rank. Raises what `together` raises.
 
-    JSON must be able to hold the result.
+    json.dumps must accept the result.
     """
     result = together(parallel, action if parallel.rank == 0 else lambda: None)
     return values_of_all(parallel, result)[0]
@@ -114,7 +115,7 @@ def check_alike(parallel: ContextParallel, fields: Mapping[str, str]) -> None:
 
 
 def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:
-    """The values that all ranks pass, in the order of ranks. JSON must be able to hold each value."""
+    """The values that all ranks pass, in the order of ranks. json.dumps must accept each value."""
     moment = "the exchange of what ranks are doing"
     content = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = parallel.ranks.agree(len(content), {"call": moment})
@@ -131,8 +132,8 @@ def name_of_rank() -> str:
 def refuse(reason: str) -> NoReturn:
     """Raise a Refusal on this rank.
 
-    The ranks of a launcher write to one terminal, so only the first rank raises the reason, and the others
-    raise an empty text. Processes that were started one by one may have different terminals, so each raises the reason.
+    The ranks of a launcher write to one terminal, so only the first rank raises the reason, and the other ranks raise
+    an empty text. Ranks that were started one by one may have different terminals, so each of them raises the reason.
     """
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     raise Refusal(reason if is_first else "")

@@ -113,7 +113,7 @@ def _finish(target: Path, unfinished: Path, state: dict[str, Any], files: dict[s
     files: the size and digest of each file of tensors, by the file's name.
     """
     (unfinished / saved_run.STATE_FILE).write_text(signed(files, state))
-    # Flush the metrics too, because a run cannot go on if a crash of the host leaves its file of metrics empty.
+    # Flush the metrics too, because a run cannot be resumed if a crash of the host leaves its file of metrics empty.
     for path in (*target.parent.glob(METRICS_FILE), *unfinished.iterdir(), unfinished):
         flush(path)
     unfinished.rename(target)

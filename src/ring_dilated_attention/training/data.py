@@ -1,6 +1,7 @@
 """The document of a run: the bytes of its files, one after the other.
 
-The last bytes of the document are held out, and each step reads windows of the rest. This module imports no torch.
+The last bytes of the document are held out for scoring. Each step reads windows of the bytes before them. This module
+imports no torch.
 """
 
 import hashlib
@@ -61,7 +62,7 @@ class Document:
     def train_windows(self, seed: int, step: int, length: int, number: int) -> bytearray:
         """The bytes of the windows that a step reads: `number` windows of `length` bytes, one after the other.
 
-        The windows depend on the arguments and the document alone, so a resumed run reads the same windows.
+        The windows depend only on the arguments and the document, so a resumed run reads the same windows.
         """
         windows, view = bytearray(), memoryview(self.content)
         for i in range(number):
@@ -72,7 +73,7 @@ class Document:
 
 
 def load_document(data: Sequence[str], seq_len: int, num_held_out: int) -> Document:
-    """The document of these files, or of the standard library's source if none is given.
+    """The document made of the files `data`, or of the standard library's source if `data` is empty.
 
     Raises ValueError if a file cannot be read, or if the files are too short.
     """

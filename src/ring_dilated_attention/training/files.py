@@ -38,7 +38,7 @@ def named_in_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yields the path of a new file to write to. At the end the new file replaces the file at `path`.
+    """Yields the path of a new file to write to. At the end of the block the new file replaces the file at `path`.
 
     If `path` is a symbolic link, the file that it leads to is replaced.
     """
@@ -123,13 +123,14 @@ class LossyStderr:
 def mentions(run: str) -> Callable[[BinaryIO], bool]:
     """Return a function that tells whether an open file belongs to a run.
 
-    run: the name of the run, 32 random hex digits. Each file of the run has it in the first HEAD_BYTES bytes.
+    run: the name of the run, 32 random hex digits. Each file of the run contains the name in its first HEAD_BYTES
+    bytes.
     """
     return lambda file: run.encode() in file.read(HEAD_BYTES)
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:
-    """The JSON object of a text, or {} if the text is anything else."""
+    """Parse a text as a JSON object. Returns {} if the text is not a JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -138,7 +139,7 @@ def json_object(text: str | bytes) -> dict[str, Any]:
 
 
 def flush(path: Path) -> None:
-    """Make sure that a file, or a folder's list of names, is on the disk."""
+    """Flush a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

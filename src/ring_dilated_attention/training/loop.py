@@ -28,7 +28,7 @@ from .scoring import gzip_bits_per_byte, held_out_bits_per_byte
 from .stop_request import StopRequest
 
 NATS_PER_BIT = math.log(2)
-NUM_EVALUATIONS = 5  # how often a run is scored on the held-out bytes, including at its end
+NUM_EVALUATIONS = 5  # how many times a run is scored on the held-out bytes, its end included
 CLIP_NORM = 1.0  # larger gradients are scaled down to this norm
 WEIGHT_DECAY = 0.1  # the weight decay of matrices; vectors are not decayed
 
@@ -131,8 +131,8 @@ def take_step(
     """Train the model on the windows of one step. A window is a piece of the document; the model reads the windows as
     packed documents.
 
-    Returns a mean loss in nats. If each rank reads windows of its own, the mean is over these windows. Otherwise the
-    mean is over all windows.
+    Returns the mean loss in nats: over the windows of this rank if each rank reads windows of its own, otherwise over
+    all windows.
     """
     options = run.hyperparameters
     phase = options.phase_of(step)
@@ -190,7 +190,7 @@ def not_shared(loss_of: nn.Module) -> Iterator[None]:
 def load(
     run: Run, model: nn.Module, optimizers: list[Optimizer], parallel: ContextParallel
 ) -> None:
-    """Load the checkpoint that the run goes on from, if there is one."""
+    """Load the checkpoint from which the run resumes, if there is one."""
     if run.checkpoint is None:
         return
     checkpoint = run.checkpoint
@@ -252,7 +252,7 @@ def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.M
         else DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
     )
     # Run one backward and drop its gradients, because DDP orders its buckets (groups of gradients) anew after the first
-    # backward. Otherwise a resumed run would add gradients in another order than a run without a break, and round
+    # backward. Otherwise a resumed run would add gradients in a different order from an uninterrupted run, and round
     # differently.
     borders = torch.tensor([0, 2 * parallel.world_size], dtype=torch.int32)
     tokens = parallel.shard(tokens_of(bytearray(2 * parallel.world_size)))
@@ -275,7 +275,7 @@ def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> 
     """Raise TrainingDiverged on every rank if a parameter is not finite.
 
     It is called before each checkpoint, so that a good checkpoint is not replaced by a bad one. With --fsdp each rank
-    holds other parts of the parameters, so all ranks must call this.
+    holds a different part of the parameters, so all ranks must call this.
     """
     is_finite = True
     for parameter in model.parameters():

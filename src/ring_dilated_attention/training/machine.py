@@ -44,9 +44,10 @@ def physical_bytes() -> int:
 
 
 def _resident(field: str) -> int:
-    """The bytes that this process has in memory (field "VmRSS"), or has had at most ("VmHWM"). Only on Linux.
+    """The bytes that this process has in memory (field "VmRSS"), or the most that it has had so far ("VmHWM"). Only on
+    Linux.
 
-    getrusage also tells a maximum, but a process may inherit it from its parent.
+    getrusage also reports a maximum, but that may be the parent process's maximum.
     """
     kilobytes = next(_values(Path("/proc/self/status"), field)).split()[0]
     return int(kilobytes) * 1024

@@ -32,7 +32,7 @@ class Step(NamedTuple):
 class Metrics(AbstractContextManager["Metrics"]):
     """Appends steps to the metrics of a run. Only the first rank writes.
 
-    step: the step from which the run goes on. Lines of later steps are dropped.
+    step: the step from which the run resumes. Lines of later steps are dropped.
 
     run: the name of this run, or None to replace the metrics of any run. Raises ValueError if another run made the
     file.

@@ -14,7 +14,8 @@ LONGEST = 2**40  # the longest segment, and the largest dilation rate
 MAX_INT64 = 2**63 - 1  # the largest integer of 64 bits, and the largest size or stride of a tensor
 # The range of learning rates. In its first step AdamW divides the rate by 1 - 0.9, and the quotient must fit float32.
 RANGE_OF_RATES = (1e-30, 1e30)
-# By default most steps read short sequences, because the model learns most from them in the same time.
+# By default most steps read short sequences, because in the same time the model learns more from short sequences than
+# from long ones.
 DEFAULT_STEPS, DEFAULT_PHASES = 7, ("512:2:1080", "1024:2:300", "4096:2:36")
 DEFAULT_WINDOW = 128  # the width of the sliding window that is added to the default segments
 
@@ -137,7 +138,7 @@ class Hyperparameters:
         return sum(phase.steps for phase in self.schedule)
 
     def positions_before(self, step: int) -> int:
-        """The number of positions that all steps before this one read."""
+        """The number of positions read in the steps before `step`."""
         number = 0
         for phase in self.schedule:
             number += phase.num_positions * max(0, min(step, phase.steps))
@@ -159,7 +160,7 @@ class Hyperparameters:
     def from_dict(cls, saved: dict[str, Any]) -> "Hyperparameters":
         """The inverse of `asdict`, also if JSON has turned tuples into lists.
 
-        Raises ValueError if another version of this package saved other fields.
+        Raises ValueError if `saved` has different fields, because another version of this package saved it.
         """
         names = {item.name for item in fields(cls)}
         if saved.keys() != names:

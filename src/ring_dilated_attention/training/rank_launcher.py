@@ -1,7 +1,7 @@
 """Starts ranks by torch's elastic launcher, which torchrun uses too, and says which rank this process is.
 
-The launcher has a key-value store, and the ranks find each other in a second one. torchrun opens its store on every
-network interface, and unpickles what others send to it. Here both stores are files, which no other machine can reach.
+The launcher keeps a key-value store, and the ranks find each other through a second store. torchrun opens its store on
+every network interface, and unpickles what it receives. Here both stores are files, which no other machine can reach.
 
 This module imports torch only to start ranks.
 """
@@ -24,28 +24,28 @@ from .files import named_in_errors
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-STORE_BYTES = 2**14  # more bytes than the launcher and the ranks write to their two stores
+STORE_BYTES = 2**14  # an upper bound on the bytes that are written to the two stores
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 LAUNCHER = "RDA_TRAIN_LAUNCHER"  # environment variable: the process id of the launcher
 RESTART = "TORCHELASTIC_RESTART_COUNT"  # torch's variable: how often the launcher restarted ranks
 PR_SET_PDEATHSIG = 1  # a constant of linux/prctl.h
-# torch's variable: the seconds from a signal until the launcher kills ranks, in which ranks can save.
+# torch's variable: how many seconds after a signal the launcher kills the ranks. Until then the ranks can save.
 SECONDS_TO_SAVE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 CODE_FILE = "exit-code"  # the file in FOLDER (see `launch`) with the command's exit code
-# If a rank fails, the others lose the connection to it and fail too. They add these seconds to the timestamps of their
-# failures, so that the rank that failed first has the earliest timestamp.
+# If a rank fails, the other ranks lose the connection to it and fail too. These other ranks add LATER_SECONDS to the
+# timestamps of their failures, so that the rank that failed first has the earliest timestamp.
 LATER_SECONDS = 3600
 
 
 class Place(NamedTuple):
-    """The place of this process among those that a launcher started."""
+    """The rank of this process, and the number of ranks that the launcher started."""
 
     rank: int
     num_ranks: int
 
 
 def started() -> Place:
-    """The place that torchrun or srun gives to this process, or rank 0 of 1 if neither started several processes.
+    """The rank that torchrun or srun gave this process, or rank 0 of 1 if neither started several processes.
 
     Slurm's variables are read only in a job step. In a batch script they describe the whole job.
     """
@@ -89,7 +89,7 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_s
 
     FOLDER is temporary. The launcher passes SIGINT and SIGTERM on to the ranks, and kills them `seconds_to_save` later.
 
-    If a rank ends with another code than 0, the launcher ends the other ranks and starts all of them again, up to
+    If a rank ends with a code other than 0, the launcher ends the other ranks and starts all of them again, up to
     `num_restarts` times. So a rank that wants no restart writes its exit code to a file in FOLDER (`leave_code`), and
     ends with 0.
     """
@@ -177,7 +177,8 @@ def cause(error: "ChildFailedError") -> str:
 def end_with_launcher() -> None:
     """Let Linux send SIGTERM to this rank when the process that started it ends.
 
-    A rank that is training then saves and ends. Any other rank ends at once, so that it meets no rank of a later start.
+    A rank that is training then saves and ends. A rank that is not training ends immediately, so that it cannot connect
+    to ranks of a later start.
     """
     if sys.platform != "linux":
         return

@@ -41,7 +41,7 @@ _STATE = {
 
 @dataclass(frozen=True)
 class Run:
-    """What to train, and in which folder. checkpoint: the checkpoint from which the run goes on; None for a new run."""
+    """What to train, and in which folder. checkpoint: the checkpoint from which the run resumes; None for a new run."""
 
     hyperparameters: Hyperparameters
     document: Document
@@ -72,9 +72,8 @@ def prepare(arguments: argparse.Namespace) -> Run:
 
 
 def initial_state(run: Run) -> dict[str, Any]:
-    """The state with which training begins: that of the run's checkpoint, or that of a new run.
-
-    A state is all that a checkpoint holds besides tensors.
+    """The state with which training begins: the state in the run's checkpoint, or a new run's state. A state is
+    everything in a checkpoint except tensors.
     """
     if run.checkpoint is not None:
         return read_state(run.checkpoint)

@@ -21,8 +21,8 @@ MOST_STARTS = 3  # the most starts in a row without a new checkpoint
 def own_folder(folder: Path, seconds: float = 0) -> Iterator[Path]:
     """Keep other runs out of a folder during the block. The folder is made if it is not there.
 
-    At the end a new folder is removed if it is empty. Raises ValueError if another run owns the folder, and still owns
-    it after `seconds`.
+    At the end a new folder is removed if it is empty. Raises ValueError if another run still owns the folder after
+    `seconds`.
     """
     from filelock import FileLock, Timeout
 
@@ -62,7 +62,7 @@ def may_start_again(arguments: argparse.Namespace) -> bool:
 
 
 def count_start(folder: Path, *, anew: bool) -> None:
-    """Write to a file in the folder that the run starts or is started again. anew: whether to forget earlier starts.
+    """Count one more start of the run, in a file in `folder`. anew: whether to forget earlier starts.
 
     Raises ValueError if the last MOST_STARTS starts left no new checkpoint.
     """

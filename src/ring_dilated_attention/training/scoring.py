@@ -30,8 +30,8 @@ class Score(NamedTuple):
 def score(model: LongNetLM, text: bytes, context: int) -> Iterator[Score]:
     """Measure the cross-entropy of a text that is cut into contexts. A context's first byte is not predicted.
 
-    The model reads CHUNK bytes at a time, and keeps what it has read in caches. Their memory does not grow with the
-    context. Yields a Score for each chunk of a context.
+    The model reads CHUNK bytes at a time, and keeps what it has read in caches. The memory of the caches does not grow
+    with the context. Yields a Score for each chunk of a context.
     """
     caches = model.make_caches(1, max_len=context)
     for start in range(0, len(text), context):
@@ -55,7 +55,8 @@ def score(model: LongNetLM, text: bytes, context: int) -> Iterator[Score]:
 def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
     """Mean bits per byte over the held-out bytes. Each of these bytes is predicted once.
 
-    They are cut into contexts. The model also reads the byte before each context, to predict the context's first byte.
+    The held-out bytes are cut into contexts. The model also reads the byte before each context, to predict the
+    context's first byte.
     """
     parallel = model.parallel or ContextParallel()
     content = document.content
@@ -70,7 +71,8 @@ def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
 
 
 def gzip_bits_per_byte(document: Document) -> float:
-    """The bits per byte that gzip needs for the held-out bytes as one stream. Users compare a model's loss with it.
+    """The bits per byte that gzip needs for the held-out bytes as one stream. Users compare it with a model's bits per
+    byte.
 
     gzip looks back at most 32 KiB.
     """

@@ -15,8 +15,8 @@ def sharded_model(
 ) -> LongNetLM:
     """A model whose parameters are cut over the ranks.
 
-    While the model is made, a rank holds the embedding, the head and one block whole. Of the other blocks it holds only
-    its part.
+    While the model is made, a rank holds the embedding, the head and one block whole. Of all other blocks the rank
+    holds only its shards.
     """
     with torch.device("meta"):
         model = LongNetLM(
