@@ -135,7 +135,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def as_plain(value: Any) -> Any:
-    """The value with dicts in place of named tuples, for JSON."""
+    """The value with every named tuple replaced by a dict, for JSON."""
     if hasattr(value, "_asdict"):
         return {name: as_plain(field) for name, field in value._asdict().items()}
     return [as_plain(each) for each in value] if isinstance(value, (list, tuple)) else value

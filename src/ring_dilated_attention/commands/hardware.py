@@ -140,10 +140,9 @@ PRESETS = {card: _machine(card, fields) for card, fields in _PRESETS.items()}
 
 
 def machine_for(arguments: Namespace) -> Machine | None:
-    """The machine that --hardware names, with its numbers replaced by those of --bandwidth, --latency and --memory.
-
-    Returns None if none of these options is given. Raises ValueError for a number out of range, and if --bandwidth,
-    --latency or --memory is given without --hardware.
+    """The machine that --hardware names. --bandwidth, --latency and --memory replace its numbers. Returns None if none
+    of the four options is given. Raises ValueError for a number out of range, and if --bandwidth, --latency or --memory
+    is given without --hardware.
     """
     replaced: dict[str, Any] = {}
     for option, key in OPTIONS.items():

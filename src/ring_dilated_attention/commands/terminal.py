@@ -59,7 +59,7 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out: a MemoryError, or an error whose text says so, such as torch's RuntimeError."""
+    """Whether memory ran out: a MemoryError, or an error with a text about memory, such as torch's RuntimeError."""
     texts = ("can't allocate memory", "not enough memory", "out of memory")
     return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 

@@ -305,8 +305,8 @@ def failed(error: Exception, arguments: Namespace, folder: Path | None) -> int:
         "rda train" if num_ranks == 1 else f"rda train: rank {rank} on host {socket.gethostname()}"
     )
     first_line = next(iter(str(error).splitlines()), type(error).__name__)
-    # `onward` tells the user how to go on with the run. Under `rda train --ranks` it is empty, because there
-    # `launch_ranks` tells the user once for all ranks.
+    # `onward` tells the user how to resume the run. Under `rda train --ranks` it is empty, because there `launch_ranks`
+    # tells the user once for all ranks.
     onward = ""
     if arguments.launched is None and folder is not None:
         onward = f"; {what_is_left(arguments, folder)}"

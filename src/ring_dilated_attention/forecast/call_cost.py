@@ -2,10 +2,10 @@
 
 (query, key) pairs and received bytes are counted exactly, for every rank.
 
-Sent bytes and held bytes are computed for `picked_ranks`: all ranks if there are at most a dozen, otherwise the first,
-middle and last ones, and those that compute, receive or hold most.
+Sent bytes and held bytes are computed for `picked_ranks`: all ranks if there are at most a dozen. Otherwise they are
+the first, middle and last ranks, and the ranks that compute, receive or hold most.
 
-The time is modelled if there are at most MOST_TIMED ranks.
+The time is predicted only for at most MOST_TIMED ranks.
 
 In the exchange all_to_all, ranks "deal heads". Before the exchange, each rank has some positions of all heads. After
 it, each rank has all positions of some heads.

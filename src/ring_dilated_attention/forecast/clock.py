@@ -10,7 +10,7 @@ Assumptions:
   Posting a message takes no time.
 - Network: a rank sends one message at a time and receives one at a time, each at `bytes_per_second`. Messages go in the
   order in which the rank posts them, as on one NCCL stream. A message starts when its sender and its receiver have
-  posted it and both are free for it. It arrives one latency after its last byte has left.
+  posted it, and neither is busy with an earlier message. It arrives one latency after its last byte has left.
 - Hosts: consecutive ranks share a host. Messages inside a host may have different rates from messages between hosts.
 - Handshake: before each stage every rank waits for the slowest rank, and for a few rounds of messages after which every
   rank has heard from all others (`plan/rounds.py`). Each round takes one latency; the first may be given as measured.
@@ -81,7 +81,7 @@ class RankTime(NamedTuple):
     forward_seconds and backward_seconds are each for one stage. Each counts from the moment when all ranks have ended
     the previous stage.
 
-    computing_seconds and exposed_seconds are for both stages together. Exposed time is spent in waits: for handshakes,
+    computing_seconds and exposed_seconds are sums over the two stages. Exposed time is spent in waits: for handshakes,
     slow messages and late senders.
     """
 

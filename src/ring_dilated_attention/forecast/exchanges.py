@@ -7,7 +7,7 @@ from ..plan.sharding import SHARDINGS, WITHOUT_DOCUMENTS, Borders
 from .call_cost import Exchange, Figures, PlannedCall, forecast
 from .clock import Hardware, time_text
 
-WORTH_IT = 0.95  # another exchange is advised only if its step takes at most this share of the time
+WORTH_IT = 0.95  # an exchange is advised only if it takes at most this share of the time
 # The sharding zigzag_documents is tried only if documents * ranks**2 is at most this. It takes long to plan, because it
 # makes a ring of all ranks for each document.
 MOST_DOCUMENT_WORK = 2**17

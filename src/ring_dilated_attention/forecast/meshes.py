@@ -47,12 +47,12 @@ class Mesh(NamedTuple):
 
 
 class MeshPlan(NamedTuple):
-    """A mesh, and the best way to train a model on it. All seconds are those of one step."""
+    """A mesh, and the best way to train a model on it. All times are in seconds for one step."""
 
     mesh: Mesh
     exchange: Exchange
     sharding: str
-    activations: str  # one of ACTIVATIONS: how activations are held
+    activations: str  # one of ACTIVATIONS: what is done with activations
     is_cut: bool  # whether FSDP2 cuts parameters, gradients and optimiser state over all devices
     memory: ModelMemory
     fits: bool

@@ -213,13 +213,13 @@ def _branch(
 
 
 def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[int]:
-    """Candidates for the query that has heard of the smallest share of positions. Places in a segment are counted from
-    0.
+    """Candidates for the query that has heard of the smallest share of positions. A place is an index in a segment,
+    from 0.
 
     - Places 0 and `num_heads` of several segments. A query at place 0 hears of earlier segments only by wider branches.
       The position at place `num_heads` may be one that no head reads.
-    - The segments are the first ones, where a causal query can hear of few positions and each counts more, and the
-      last ones, which may be shorter.
+    - The first segments are tried, because a causal query there can hear of few positions, so that each counts more.
+      The last segments are tried, because they may be shorter.
     - With a window of w positions, also places w - 2 and w - 1 of these segments. The window shows keys before the
       start of a segment only to the first w - 1 queries of the segment.
     - With a window, also the last queries of the sequence, since one of them may be read by no head.

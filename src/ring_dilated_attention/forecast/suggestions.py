@@ -1,4 +1,4 @@
-"""Suggests patterns for a sequence length and a budget of (query, key) pairs. Computes with integers alone.
+"""Suggests patterns for a sequence length and a budget of (query, key) pairs. Computes with integers only.
 
 In a branch (w, r) of a pattern, every r-th position of a segment of w positions attends. Four patterns are tried:
 
@@ -11,7 +11,7 @@ A pattern with two branches of this kind recalled most of what dense attention d
 distance").
 
 In each pattern, w_0 is the largest power of two that keeps the pairs within the budget. A sliding window of w_0
-positions may take the place of the segments of w_0.
+positions may replace the segments of w_0.
 
 All r are powers of two. So are all w, except the w of the whole sequence.
 """
@@ -31,7 +31,7 @@ def suggestions(
     The pattern with most pairs is first. If dense attention has at most `most_pairs`, it is the only pattern. The list
     is empty if no pattern has so few pairs.
 
-    window: whether a sliding window takes the place of the segments of rate 1.
+    window: whether a sliding window replaces the segments of rate 1.
     """
     dense = DilatedPattern((seq_len,), (1,), is_causal=is_causal)
     if pairs(dense, seq_len, num_heads) <= most_pairs:

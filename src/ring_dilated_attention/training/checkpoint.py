@@ -1,7 +1,7 @@
 """Writes the checkpoints of a run, whole or not at all, and loads them again.
 
-`models/saved_run.py` describes the files. torch.distributed.checkpoint writes them into a folder with another name. The
-folder is then flushed to the disk, and gets the name of the checkpoint.
+`models/saved_run.py` describes the files. torch.distributed.checkpoint writes them into a folder with a temporary name.
+The folder is then flushed to the disk, and renamed to the name of the checkpoint.
 
 The newest two checkpoints of a run stay, in case one is damaged. Older checkpoints are deleted, file by file, if their
 state says that this run made them.
@@ -138,7 +138,7 @@ def _removed_on_failure(target: Path, unfinished: Path) -> Iterator[None]:
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Load parameters and the optimisers' state from a checkpoint, after `saved_run.check_whole` has accepted it.
 
-    Raises ValueError if the checkpoint lacks a tensor, or has it in another shape. Nothing is changed then.
+    Raises ValueError if the checkpoint lacks a tensor, or has it in a different shape. In that case nothing is changed.
     """
     parameters = dict(model.named_parameters())
     names = {parameter: name for name, parameter in parameters.items()}
@@ -190,8 +190,8 @@ def _remove(folder: Path) -> None:
     with suppress(OSError):
         for path in folder.glob(saved_run.SHARDS):
             path.unlink(missing_ok=True)
-        # Remove MARK_FILE last. If this removal is interrupted, the next removal sees by MARK_FILE that the folder is
-        # an unfinished checkpoint.
+        # Remove MARK_FILE last. If the removal is interrupted, MARK_FILE tells the next removal that the folder is an
+        # unfinished checkpoint.
         for name in (saved_run.STATE_FILE, MARK_FILE):
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()

@@ -226,7 +226,7 @@ def make_optimizers(model: nn.Module, options: Hyperparameters) -> list[Optimize
 
 
 def share_of_peak(options: Hyperparameters, step: int) -> float:
-    """The learning rate of a step as a share of its peak.
+    """The learning rate of a step, as a fraction of the peak learning rate.
 
     The rate rises linearly in the warm-up. Then it falls to 5 % along a cosine. Progress along the cosine is counted in
     positions, because steps read different numbers of positions.

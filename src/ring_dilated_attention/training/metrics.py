@@ -57,8 +57,8 @@ class Metrics(AbstractContextManager["Metrics"]):
             return
         with suppress(OSError):  # ignore a full disk, because `add` has raised its error already
             self.file.close()
-        # Delete the metrics of a run that fails before its first checkpoint, because such a run cannot go on. Otherwise
-        # the file would be in the way of the next run.
+        # Delete the metrics of a run that fails before its first checkpoint, because that run cannot be resumed.
+        # Otherwise the file would be in the way of the next run.
         if error is not None and not any(self.folder.glob("checkpoint-*")):
             (self.folder / METRICS_FILE).unlink(missing_ok=True)
 

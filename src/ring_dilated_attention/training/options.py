@@ -226,7 +226,7 @@ def resolve(
 ) -> Hyperparameters:
     """The hyperparameters that the command line asks for.
 
-    before: the hyperparameters of a run that goes on, which stay the same; None for a new run.
+    before: the hyperparameters of the run that is resumed, which stay the same; None for a new run.
 
     Raises ValueError for bad hyperparameters, and for options that differ from `before`.
     """

@@ -183,6 +183,6 @@ def end_with_launcher() -> None:
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    # End this rank if the launcher ended before prctl was called: in that case the rank has another parent by now.
+    # End this rank if the launcher ended before prctl was called: in that case the parent process has changed.
     if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
         os.kill(os.getpid(), signal.SIGTERM)

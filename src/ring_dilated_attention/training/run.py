@@ -114,7 +114,7 @@ def fingerprint(run: Run) -> dict[str, str]:
 def _read_checkpoint(checkpoint: Path) -> tuple[dict[str, Any], Hyperparameters]:
     """The state of a run and its hyperparameters, from a checkpoint.
 
-    A ValueError refuses a checkpoint that was renamed, or that another version of this package made.
+    Raises ValueError if the checkpoint was renamed, or if a different version of this package made it.
     """
     with offering_older(checkpoint):
         state = read_state(checkpoint)
@@ -130,7 +130,7 @@ def _read_checkpoint(checkpoint: Path) -> tuple[dict[str, Any], Hyperparameters]
 
 @contextmanager
 def offering_older(checkpoint: Path) -> Iterator[None]:
-    """If the block raises a ValueError, add to its text how to go on from an older checkpoint."""
+    """If the block raises a ValueError, add to its text how to resume from an older checkpoint."""
     try:
         yield
     except ValueError as error:

@@ -38,7 +38,7 @@ def own_folder(folder: Path, seconds: float = 0) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            # Delete the file before the lock is released, because later another run may own the file.
+            # Delete the file before the lock is released, because after the release another run may own the file.
             path.unlink(missing_ok=True)
             lock.release()
 

@@ -26,7 +26,7 @@ def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dic
 
 
 def write_report(record: dict[str, Any]) -> None:
-    """Write record.json. A ValueError refuses to write over a file that this run did not make."""
+    """Write record.json. Raises ValueError instead of overwriting a file that this run did not make."""
     content = (json.dumps(record, indent=1) + "\n").encode()
     path = Path(record["run_folder"]) / RECORD_FILE
     write_whole(path, content, mentions(record["run"]), "this run")

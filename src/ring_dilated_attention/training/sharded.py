@@ -13,7 +13,7 @@ from ..ranks.context import ContextParallel
 def sharded_model(
     config: LongNetConfig, parallel: ContextParallel, *, activation_checkpointing: bool
 ) -> LongNetLM:
-    """A model whose parameters are cut over the ranks.
+    """Make a model with its parameters cut over the ranks.
 
     While the model is made, a rank holds the embedding, the head and one block whole. Of all other blocks the rank
     holds only its shards.

@@ -33,7 +33,7 @@ class StopRequest:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         # After an error, keep the handler of SIGTERM, so that SIGTERM does not end the process. If a rank is lost, an
-        # elastic launcher sends SIGTERM to the other ranks, which need time to tell the user how to go on.
+        # elastic launcher sends SIGTERM to the other ranks, which need time to tell the user how to resume.
         signal.signal(signal.SIGINT, self._previous[signal.SIGINT])
         if kind is None:
             signal.signal(signal.SIGTERM, self._previous[signal.SIGTERM])

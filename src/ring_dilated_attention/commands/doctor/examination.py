@@ -49,7 +49,7 @@ def examine(worker: Worker | None, seconds: float) -> list[dict[str, Any]]:
 
 
 def facts(rank: int, device: str) -> dict[str, Any]:
-    """What a rank finds out about itself and its host, without a message to other ranks."""
+    """Facts about this rank and its host. Collecting them sends no message to other ranks."""
     processor = hardware()["processor"]
     findings = {
         "rank": rank,
@@ -94,7 +94,7 @@ def rates(parallel: ContextParallel, device: str, dtype: torch.dtype) -> dict[st
     tile = max(
         0.0, (several[0] - small[0]) / FURTHER_TILES, (several[1] - small[1]) / FURTHER_TILES
     )
-    # The FLOPs of one matrix product, over all heads. A forward has 2 such products, and a backward 5.
+    # The FLOPs of one matrix product, over all heads. A forward computes 2 matrix products, and a backward 5.
     flops = 2 * HEAD_DIM * HEADS * many**2
     return {
         "flops_per_second": 2 * flops / max(large[0] - small[0], large[0] / 2),
@@ -107,7 +107,7 @@ def rates(parallel: ContextParallel, device: str, dtype: torch.dtype) -> dict[st
 def _times(
     parallel: ContextParallel, device: str, dtype: torch.dtype, rows: int, pattern: DilatedPattern
 ) -> Sequence[float]:
-    """The median seconds of an attention forward over `rows` positions, and those of its backward."""
+    """The median seconds of an attention forward over `rows` positions, and of its backward."""
     shape = (1, rows, HEADS, HEAD_DIM)
     query, key, value = (
         torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3)

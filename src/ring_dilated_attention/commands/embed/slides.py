@@ -13,8 +13,8 @@ from torch import Tensor
 from ...models.weights import first_line, load_tensors
 
 SUFFIXES = (".h5", ".hdf5", ".npz", ".pt", ".pth")
-# The names that the array of features, or of coordinates, may have in a file. If a file has several arrays with these
-# names, the one whose name comes first here is used.
+# The names that the array of features, or of coordinates, may have in a file. If a file has several of the names, the
+# name that comes first in the tuple is used.
 FEATURES, COORDS = (("features", "tile_embeds", "feats"), ("coords", "coordinates"))
 TILE_SIZE = "patch_size_level0"  # TRIDENT's name for the distance from one tile to the next, in the unit of coordinates
 

@@ -33,7 +33,7 @@ sequence are not planned (docs/planning.md).
 """
 MOST_GPUS = 1024
 DEFAULT_HARDWARE = "h100"
-# The options for the sizes of a model. --config gives all sizes, so --config and these options exclude each other.
+# The options for the sizes of a model. --config gives all sizes, so these options are refused together with --config.
 SIZES = ("layers", "embed_dim", "ffn_dim", "vocab", "heads", "kv_heads")
 
 
