@@ -78,9 +78,9 @@ sequence_length = within(1, 2**44)  # the bytes of a longer call might not fit 6
 
 
 def check_installed(packages: Iterable[str], extra: str, who: str = "") -> None:
-    """Raise a ValueError if a package is not installed. The message says how to install it with pip.
+    """Raise a ValueError if one of the packages is not installed. The message says how to install it with pip.
 
-    extra: the extra of this package (pip install 'ring-dilated-attention[extra]') that brings the packages. who: the
+    extra: the extra of this package (pip install 'ring-dilated-attention[extra]') that installs the packages. who: the
     option that needs the packages, followed by a space, such as "--picture "; "" if the whole command needs them.
     """
     missing = [name for name in packages if find_spec(name) is None]

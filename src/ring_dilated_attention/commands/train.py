@@ -121,7 +121,7 @@ def run(arguments: Namespace) -> int:
 
 
 def prepare_checked(arguments: Namespace) -> Run:
-    """The run that the user asks for, or a ValueError that says why it is impossible."""
+    """The run that the user asks for. Raises a ValueError that says why the run is impossible."""
     check_installed(PACKAGES, "train")
     num_started = started().num_ranks
     if num_started > 1 and arguments.ranks not in (None, num_started):
@@ -238,7 +238,7 @@ def join(arguments: Namespace) -> "ContextParallel":
 def begin(
     arguments: Namespace, run: Run | None, parallel: "ContextParallel", stack: ExitStack
 ) -> Run:
-    """Own the run's folder, and make sure that all ranks train the same run. Returns the run.
+    """Lock the run's folder, and make sure that all ranks train the same run. Returns the run.
 
     No other run can use the folder until the stack is closed.
     """

@@ -155,7 +155,7 @@ class Figures(NamedTuple):
 
     @property
     def most_sent(self) -> int:
-        """The most bytes that one of `ranks` sends in a forward and its backward."""
+        """The largest number of bytes that any of `ranks` sends in a forward and its backward."""
         return max(rank.sent for rank in self.ranks)
 
     @property

@@ -122,7 +122,7 @@ def reach(
     """For each layer, the smallest share of positions that any query has heard of.
 
     A share of 0.25 means: some query has heard of only a quarter of all positions, or, if the pattern is causal, of the
-    positions up to the query. Only `queries_to_follow` are examined.
+    positions up to the query. Only the queries from `queries_to_follow` are examined.
 
     Raises ValueError if a rate is not a power of two, or if a segment or window is shorter than the sequence and its
     length is not a power of two. For a window that is not causal, half its length is checked.

@@ -1,6 +1,7 @@
 """Suggests patterns for a sequence length and a budget of (query, key) pairs. Computes with integers only.
 
-In a branch (w, r) of a pattern, every r-th position of a segment of w positions attends. Four patterns are tried:
+In a branch (w, r) of a pattern, only every r-th position of each segment of w positions takes part in attention. Four
+patterns are tried:
 
 - Three follow LongNet's rule with a ratio a of 2, 4 or 8. w is w_0, w_0 * a, w_0 * a**2, ... up to the whole sequence,
   and r is 1, a, a**2, ...

@@ -241,7 +241,7 @@ def share_of_peak(options: Hyperparameters, step: int) -> float:
 
 
 def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.Module:
-    """Put the loss under DDP, which averages gradients over ranks. `loss_of` scales the loss of each rank so that this
+    """Wrap the loss in DDP, which averages gradients over ranks. `loss_of` scales the loss of each rank so that this
     average is the gradient of the mean loss over all positions.
 
     Returns the module to call. On one rank this is `loss_of` itself.

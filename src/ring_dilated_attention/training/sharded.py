@@ -35,8 +35,8 @@ def sharded_model(
     for block in model.each_block():
         model.reset_block(block.to_empty(device="cpu"))
         fully_shard(block, mesh=mesh)
-    # Set reshard_after_forward. Otherwise, after a `loss` without a backward, every rank would keep the parameters
-    # outside of blocks whole.
+    # Set reshard_after_forward. Otherwise, after a `loss` without a backward, every rank would keep the gathered
+    # parameters outside of blocks.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     # Let `loss`, like `forward`, gather the parameters outside of blocks.
     register_fsdp_forward_method(model, "loss")

@@ -58,7 +58,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Print the ranking. Raises ValueError for a model that is not possible."""
+    """Print the sorted meshes. Raises ValueError if the model is impossible."""
     arguments.hardware = arguments.hardware or DEFAULT_HARDWARE
     machine = machine_for(arguments)
     assert machine is not None

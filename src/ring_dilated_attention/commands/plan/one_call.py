@@ -71,7 +71,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 @without_collection()
 def run(arguments: Namespace) -> int:
-    """Print the plan. Raises ValueError for a call that is not possible."""
+    """Print the plan. Raises ValueError if the call is impossible."""
     pattern = pattern_of(arguments, is_causal=arguments.causal)
     num_kv_heads = arguments.kv_heads or arguments.heads
     pattern.check_heads(arguments.heads, num_kv_heads)
@@ -134,7 +134,8 @@ def documents_of(arguments: Namespace) -> tuple[int, ...] | None:
 
 
 def exchange_of(job: Job, sizes: Sizes, asked_for: str) -> tuple[Exchange, Choice]:
-    """The exchange that the user asked for, or the one that a call would choose. Also returns the reason."""
+    """The exchange that the user asked for, or the exchange that a call would choose. Also returns the reason for
+    it."""
     if job.num_ranks == 1:
         return Exchange(), Choice("none", "one rank: nothing to send")
     choice = Choice(asked_for, "asked for")
@@ -178,7 +179,7 @@ def lines_of(
     ]
     if figures.num_ranks > 1:
         lines.append(f"exchange: {choice.exchange}: {choice.reason}")
-        # With all_to_all each rank computes some heads of all branches, so no branch sends messages of its own.
+        # With all_to_all each rank computes some heads of all branches, so no message belongs to a single branch.
         for number, num_bytes in enumerate(figures.sent_by_branch):
             what = "stays at home"
             if choice.exchange == "all_to_all":
