@@ -248,10 +248,12 @@ def _check_mask(
     bias_shapes = [(size * num_heads, num_rows, num_keys) for size in (1, batch)]
     is_bias = mask.is_floating_point() and mask.shape in bias_shapes
     if not is_padding and not is_bias:
+        remedy = f"Pass a 2-D mask of padding, ({batch}, {num_rows}), or none."
+        if mask.dtype == torch.uint8:
+            remedy = "A BoundedCache works only if the model leaves its keys unchanged: use a DynamicCache."
         raise ValueError(
-            f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype}: the pattern decides who attends whom. Pass "
-            f"a 2-D mask of padding, ({batch}, {num_rows}), or none. (A uint8 mask comes with a BoundedCache, which "
-            "works only if the model leaves the cache's keys unchanged: use a DynamicCache.)"
+            f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype}: "
+            f"the pattern decides who attends whom. {remedy}"
         )
 
 
