@@ -36,7 +36,7 @@ THEIRS = {
     "locked/.rda-train.lock": b"mine",
 }
 PATHS = [
-    "text.txt", "empty.txt", "text.txt/x", "taken", "mine", "locked", "none", "a/b", "/", ".", "run",
+    "text.txt", "empty.txt", "text.txt/x", *["taken"] * 5, "mine", "locked", "none", "a/b", "/", ".", "run",
     "run/checkpoint-000002", "/proc/x", "/dev/null", "/dev/full", "n" * 300, "a\nb", "B\u00fccher", "\udcff",
 ]  # fmt: skip
 NUMBERS = [
@@ -138,7 +138,7 @@ def judge(output, before, after):
     if left := [name for name in new if ".lock" in name or "unfinished-" in name]:
         return f"left behind: {left}"
     if output.code == 2:
-        has_begun = "step/s" in output.error
+        has_begun = "start again with smaller learning rates" in output.error
         if after != before and not has_begun:
             return f"it is refused, and changed {sorted(new or before.keys() - after.keys())}"
         return why_no_sentence(output)

@@ -433,6 +433,7 @@ class TestCommand:
             ("--timeout 1e15", "--timeout: must be at most 86,400, got 1000000000000000"),
             ("--steps 0", "--steps 0 must be from 1 to 9,223,372,036,854,775,807"),
             (f"--steps {10**30}", f"--steps {10**30} must be from"),
+            (f"--batch-size {2**63 - 1}", "must be from 1 to 1,048,576"),
             ("--seq-len 1", "--seq-len 1 must be from 2 to"),
             ("--learning-rate nan", "--learning-rate nan must be from 1e-30 to 1e+30"),
             ("--learning-rate 1e300", "--learning-rate 1e+300 must be from 1e-30 to 1e+30"),

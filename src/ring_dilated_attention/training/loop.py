@@ -288,10 +288,10 @@ def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> 
 
 def trained_on(parallel: ContextParallel) -> dict[str, Any]:
     """What a record says about the machine and about each rank. It is the same on every rank."""
-    of_this_rank = {"rank": parallel.rank, "resident_peak": peak_resident_bytes()}
-    machine = hardware() | {"threads_per_rank": torch.get_num_threads()}
     return {
-        "hardware": machine,
+        "hardware": hardware() | {"threads_per_rank": torch.get_num_threads()},
         "versions": versions(),
-        "ranks": values_of_all(parallel, of_this_rank),
+        "ranks": values_of_all(
+            parallel, {"rank": parallel.rank, "resident_peak": peak_resident_bytes()}
+        ),
     }

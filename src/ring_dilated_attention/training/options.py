@@ -58,7 +58,7 @@ class Hyperparameters:
     seq_len: int = _option(
         32_768, "bytes of one sequence, over all ranks; each is predicted from those before it", 2
     )
-    batch_size: int = _option(1, "sequences of --seq-len in one step")
+    batch_size: int = _option(1, "sequences of --seq-len in one step", most=2**20)
     steps: int = _option(
         DEFAULT_STEPS, "optimiser steps with sequences of --seq-len, after those of --phases"
     )
