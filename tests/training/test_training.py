@@ -449,6 +449,7 @@ class TestCommand:
             ("--phases 48:1:1", "--phases 48:... is not shorter than --seq-len 48: leave it out"),
             ("--phases 8:2 8:2:1", "--phases '8:2' must be LENGTH:BATCH:STEPS, such as 512:2:1000"),
             ("--dtype float64", "--dtype 'float64' must be float32 or bfloat16"),
+            ("--phases 8:1048577:1", "BATCH is at most 1,048,576"),
             ("--phases 8:0:1", "--phases '8:0:1' must be LENGTH:BATCH:STEPS"),
         ],
     )

@@ -167,8 +167,7 @@ def has_whole_windows(options: Hyperparameters, phase: Phase, parallel: ContextP
     Windows of --seq-len are always split. Shorter windows stay whole if each rank can get the same number of them,
     because in a short window messages between ranks take longer than attention.
     """
-    is_short = phase.length < options.seq_len
-    return is_short and phase.batch_size % parallel.world_size == 0
+    return phase.length < options.seq_len and phase.batch_size % parallel.world_size == 0
 
 
 @contextmanager
@@ -213,10 +212,9 @@ def make_optimizers(model: nn.Module, options: Hyperparameters) -> list[Optimize
             matrices.append(parameter)
         else:
             others.append(parameter)
-    peak = options.learning_rate
     groups = [
-        {"params": others, "weight_decay": WEIGHT_DECAY, "peak": peak},
-        {"params": vectors, "weight_decay": 0.0, "peak": peak},
+        {"params": others, "weight_decay": WEIGHT_DECAY, "peak": options.learning_rate},
+        {"params": vectors, "weight_decay": 0.0, "peak": options.learning_rate},
     ]
     of_matrices = {"params": matrices, "peak": options.muon_learning_rate}
     return [

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..models.longnet_config import LongNetConfig
 from .machine import multiplies_bfloat16
 
+MOST_SEQUENCES = 2**20  # the most sequences of one step: they are joined one by one
 MOST_LAYERS = 10_000  # the most layers, because each layer takes time and memory
 LONGEST = 2**40  # the longest segment, and the largest dilation rate
 MAX_INT64 = 2**63 - 1  # the largest integer of 64 bits, and the largest size or stride of a tensor
@@ -58,7 +59,7 @@ class Hyperparameters:
     seq_len: int = _option(
         32_768, "bytes of one sequence, over all ranks; each is predicted from those before it", 2
     )
-    batch_size: int = _option(1, "sequences of --seq-len in one step", most=2**20)
+    batch_size: int = _option(1, "sequences of --seq-len in one step", most=MOST_SEQUENCES)
     steps: int = _option(
         DEFAULT_STEPS, "optimiser steps with sequences of --seq-len, after those of --phases"
     )
@@ -186,13 +187,16 @@ def flag(name: str) -> str:
 
 
 def _phase(text: str) -> Phase:
-    rule = "such as 512:2:1000, which is 1,000 steps of 2 sequences of 512 bytes, or none"
     try:
         length, batch_size, steps = map(int, text.split(":"))
     except ValueError:
         length = batch_size = steps = 0
-    if not 1 <= min(length, batch_size, steps) <= max(length, batch_size, steps) <= MAX_INT64:
-        raise ValueError(f"--phases {in_short(text)!r} must be LENGTH:BATCH:STEPS, {rule}")
+    is_too_much = max(length, steps) > MAX_INT64 or batch_size > MOST_SEQUENCES
+    if is_too_much or min(length, batch_size, steps) < 1:
+        raise ValueError(
+            f"--phases {in_short(text)!r} must be LENGTH:BATCH:STEPS, such as 512:2:1000, which is 1,000 steps of "
+            f"2 sequences of 512 bytes, or none; BATCH is at most {MOST_SEQUENCES:,}"
+        )
     return Phase(length, batch_size, steps)
 
 
