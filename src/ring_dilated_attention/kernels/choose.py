@@ -1,5 +1,5 @@
-"""Chooses the kernel that computes a call. The `why_not` of a backend returns the reason why the backend cannot serve a
-tensor, or None."""
+"""Chooses the backend that computes an attention call. A backend's function `why_not` returns the reason why this
+backend cannot serve a tensor, or None."""
 
 from torch import Tensor
 

@@ -1,9 +1,9 @@
 """The interface of a kernel: which tensors it serves, and the forward and backward of a tile (some query rows and the
 key rows that they attend to). Backends are modules that implement the interface.
 
-B batch (in a tile, each segment counts as a batch entry), N positions, H query heads, G key/value heads, M query rows,
-L key rows, D head dim. Tensors may have any strides, except that the last dim has stride 1. A tile is never empty. A
-causal tile has M == L.
+B batch, N positions, H query heads, G key/value heads, M query rows, L key rows, D head dim. In a tile's tensors, B
+counts batch entries times segments. Tensors may have any strides, except that the last dim has stride 1. A tile is
+never empty. A causal tile has M == L.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,9 +69,9 @@ class Kernel(Protocol):
 
     NAME: str
     TRAITS: Traits
-    # Takes a (B, N, H, D) tensor. Returns, by the names of the backend's ops, the reason why the op cannot run dense
-    # attention on the tensor, or None if the op can. The kernel runs the first op that can. If the backend has only one
-    # op, `ops` is None.
+    # `ops` takes a (B, N, H, D) tensor. For the name of each op of the backend, the result has the reason why this op
+    # cannot run dense attention on the tensor, or None if it can. The kernel runs the first op that can. If the backend
+    # has only one op, `ops` is None.
     ops: Callable[[Tensor], dict[str, str | None]] | None
 
     def why_not(self, query: Tensor) -> str | None:

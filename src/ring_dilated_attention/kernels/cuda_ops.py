@@ -41,9 +41,9 @@ class Op(NamedTuple):
     # The dtypes that the op takes, each with the least compute capability that it needs.
     capabilities: dict[torch.dtype, tuple[int, int]]
     max_head_dim: float
-    # Returns the arguments of the backward op that follow `value`.
+    # Returns the arguments that follow `value` in a call of the backward op.
     backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]
-    # The arguments of the forward op between `value` and the dropout: no bias, and True so that lse is returned.
+    # The arguments between `value` and the dropout in a call of the forward op: None for no bias, True to get lse.
     forward_arguments: tuple[Any, ...] = (None, True)
     # Returns the reason why the op cannot compute a tile, or None. Checks only limits that are peculiar to this op.
     refuses: Callable[[TileFacts], str | None] = lambda tile: None
@@ -73,8 +73,8 @@ def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-# The major compute capabilities on which torch runs FlashAttention 3 and 4, forward and backward. Both take float16
-# and bfloat16 only, as torch's own flash does.
+# The major compute capabilities on which torch runs the forward and backward of FlashAttention 3 and 4. Like torch's
+# own flash, FlashAttention 3 and 4 take only float16 and bfloat16.
 _MAJORS = {"FA3": (9,), "FA4": (9, 10)}
 
 
@@ -187,7 +187,7 @@ OPS = {
     "cudnn": Op(
         torch.backends.cuda.cudnn_sdp_enabled,
         _SM80,
-        # Take no larger head dims: some versions of cuDNN take 256 on some GPUs, but not always in backward.
+        # The limit is 128: on some GPUs some versions of cuDNN take larger head dims, but not always in backward.
         max_head_dim=128,
         backward_arguments=_cudnn_arguments,
         refuses=_cudnn_refuses,
@@ -197,12 +197,12 @@ OPS = {
 
 
 def lse_multiple(name: str | None) -> int:
-    """The backward of the named op needs an lse whose number of rows is a multiple of the result. The caller appends
-    rows of inf, for which the weights exp(score - lse) are 0."""
+    """Return a number m: the backward of the named op needs an lse whose number of rows is a multiple of m. The caller
+    appends rows of inf, for which the weights exp(score - lse) are 0."""
     return 32 if name == "efficient" and not torch.version.hip else 1
 
 
-# The major compute capabilities on which torch tries cuDNN before flash, and so does `in_order` (docs/decisions.md).
+# On these major compute capabilities torch tries cuDNN before flash. `in_order` does the same (docs/decisions.md).
 _CUDNN_FIRST = (9, 10)
 
 

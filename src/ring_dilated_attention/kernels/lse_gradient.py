@@ -1,13 +1,14 @@
-"""Carry dlse, the gradient of lse, into backward ops that have no argument for it.
+"""Carry dlse, the gradient of lse, into backward ops that have no argument for dlse.
 
-The ops compute ds = p * (dp - delta) with delta = rowsum(dout * out). A gradient of lse adds p * dlse to ds, as if
-delta were delta - dlse. So we add one column to the op's inputs. q, k and v are 0 in this column, out is -dlse and
-dout is 1. Only delta changes, by -dlse.
+The ops compute ds = p * (dp - delta) with delta = rowsum(dout * out). A gradient of lse adds p * dlse to ds, which has
+the same effect as subtracting dlse from delta. So we add one column to the op's inputs. In this column q, k and v are
+0, out is -dlse and dout is 1. Only delta changes, by -dlse.
 
 dlse is float32, and a single column of 16 bits would round it. So 16-bit inputs get three columns, whose products
-dout * out add up to -dlse. dout is the same power of 2 in all three, because -dlse itself may be too large for float16
-(GradScaler begins with 65,536). In out, the first column is -dlse / dout, rounded to 16 bits. The second column is the
-error of the first, and the third is the error that the first two leave. Both are rounded too.
+dout * out add up to -dlse. In all three columns dout is the same power of 2, because -dlse itself may be too large for
+float16 (GradScaler begins with 65,536). In out, the first column is -dlse / dout, rounded to 16 bits. The second column
+is the rounding error of the first. The third column is the error that remains after the first two. The second and the
+third column are rounded too.
 """
 
 import torch

@@ -1,10 +1,12 @@
 # mypy: ignore-errors
-"""The one file in Triton: small kernels that read or write the rows of many tiles in one pass over a tensor.
+"""Small Triton kernels that read or write the rows of many tiles in one pass over a tensor. No other file contains
+Triton kernels.
 
-Unverified: no GPU has run them. They were run in Triton's interpreter, and compiled for NVIDIA GPUs.
+Unverified: no GPU has run these kernels. They were run in Triton's interpreter, and compiled for NVIDIA GPUs.
 
 A tile is some query rows and the key rows that they attend to. A table of int64 says where the rows of each tile lie.
-It has FIELDS integers per tile, then a pointer and three strides for each tensor of the tile (`rows_at_once.py`).
+For each tile the table has FIELDS integers, then a pointer and three strides for each tensor of the tile
+(`rows_at_once.py`).
 
 A tile's tensors are (B, H, M, D), where each segment counts as a batch entry. Tensors that are not cut into tiles are
 (B, N, H, D). A program computes BN rows of one head.
@@ -161,7 +163,8 @@ def add_kernel(
     target, first_tile, num_tiles = dq, 0, num_dq
     is_needed = True
     if which > 0:
-        # A key/value head has a program for each of its query heads. Only the first of these programs computes.
+        # The grid has a program for each query head. For dk and dv one program per key/value head is enough: the
+        # program of its first query head.
         is_needed = head % ratio == 0
         head = head // ratio
         num_heads = num_kv_heads

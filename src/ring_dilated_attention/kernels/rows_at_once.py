@@ -162,7 +162,7 @@ def _launch(
     *args: Any,
     **constants: Any,
 ) -> None:
-    """Launch one program for each target, batch entry, head and block of rows."""
+    """Launch one program for each target (such as dq), batch entry, head and block of rows."""
     num_blocks = -(-num_rows // constants["BN"])
     with _on_device(args[0]):
         kernel[(batch * num_blocks * num_heads, num_targets)](*args, **constants)
@@ -256,7 +256,7 @@ def _geometry(rows: Rows) -> tuple[int, ...]:
 
 
 def _table(numbers_of_tiles: Iterable[Iterable[int]], device: torch.device) -> Tensor:
-    """The numbers as an int64 tensor on the device. `write_kernel` writes them there."""
+    """A flat int64 tensor on the device with the numbers of all tiles, which `write_kernel` writes."""
     from .row_kernels import write_kernel
 
     numbers = [number for tile in numbers_of_tiles for number in tile]

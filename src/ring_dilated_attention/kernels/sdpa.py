@@ -38,7 +38,7 @@ def why_not(query: Tensor) -> str | None:
     if query.dtype not in DTYPES:
         return f"serves {', '.join(map(str, DTYPES))}, got {query.dtype}"
     # Under torch.compile assume that an op is enabled, because the compiler cannot trace the check below. The check is
-    # made again when the compiled call runs.
+    # made when the compiled call runs.
     if torch.compiler.is_compiling():
         return None
     against = _against(_any_tile(query))
@@ -64,8 +64,9 @@ def merging(query: Tensor) -> Merging | None:
 
 
 def ops(query: Tensor) -> dict[str, str | None]:
-    """torch's ops by name, in the order in which they are tried. Each has the reason why it cannot run dense attention
-    on the tensor, or None if it can. If FlashAttention 3 is active, the name of flash is "flash, FA3"."""
+    """torch's ops by name, in the order in which they are tried. The value for an op is the reason why this op cannot
+    run dense attention on the tensor, or None if it can. If FlashAttention 3 is active, the name of flash is
+    "flash, FA3"."""
     q_BHMD = query.transpose(1, 2)
     active = current_flash_attention_impl()
     reasons: dict[str, str | None] = {}
@@ -77,11 +78,11 @@ def ops(query: Tensor) -> dict[str, str | None]:
 
 
 def _any_tile(query: Tensor) -> TileFacts:
-    """The facts of a small tile with the query's dtype, heads and head dim. Before a call, each op is asked whether it
-    can compute this tile.
+    """The facts of a small example tile with the query's dtype, heads and head dim. Before a call, each op is asked
+    whether it can compute the example tile.
 
-    The tile has two rows on every rank, however many positions a rank has. So either all ranks refuse the call, or
-    none does.
+    The example tile has two rows on every rank, however many positions a rank has. So either all ranks refuse the call,
+    or none does.
     """
     q_BHMD = query.transpose(1, 2)
     return _tile(q_BHMD, q_BHMD)._replace(batch=1, num_rows=2, num_keys=2)

@@ -49,9 +49,9 @@ def cuda_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
     return batch * num_heads * num_rows * (padded_head_dim(head_dim) + 1) * 4
 
 
-# The largest number of elements that dq's accumulator in flash's backward may have, including the padding of rows and
-# head dim. Flash has 32-bit indices, and with more elements it would write out of bounds. So larger tiles are split,
-# also for the ops without this limit, which are not slower with tiles of this size.
+# In flash's backward the accumulator of dq may have at most this many elements, including the padding of rows and head
+# dim. Flash has 32-bit indices, and with more elements it would write out of bounds. So larger tiles are split,
+# whichever op computes them: the ops without this limit are not slower with tiles of this size.
 MOST_PADDED = 2**31
 
 
@@ -65,9 +65,9 @@ def most_flash_rows(head_dim: int, has_dlse: bool) -> int:
     return MOST_PADDED // padded_head_dim(width + -width % 8)
 
 
-# When to copy rows side by side before torch's CPU flash attention reads them. A copy saves time if every row lies on a
-# memory page of its own, and if segments are so long that several blocks of queries read the same keys. Measured in
-# benchmarks/results/packing.json.
+# The conditions under which rows are copied side by side before torch's CPU flash attention reads them. A copy saves
+# time if every row lies on a memory page of its own, and if segments are so long that several blocks of queries read
+# the same keys. Measured in benchmarks/results/packing.json.
 CPU_PACKING = Packing(distance=4096, num_bytes=4096, max_rows=2**16)
 
 TRAITS = {

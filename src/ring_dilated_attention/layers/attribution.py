@@ -29,7 +29,8 @@ def attention_weights(
     positions: Tensor | RotaryTable | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The attention weights (B, Q, H, N) of some queries of a layer over all positions of its input x (B, N, E).
+    """The attention weights (B, Q, H, N) that some queries of a layer give to all positions of the layer's input
+    x (B, N, E).
 
     out[i] = sum_j weight[i, j] value[j], where out is the result of the attention before `sub_layernorm` and
     `out_proj`. So weight[i, j] is the derivative of an entry of out[i] with respect to the same entry of value[j].
@@ -90,8 +91,8 @@ def attention_weights(
         if key_padding_mask is not None:
             out = rows.unpack(out.flatten(2)).view_as(value)
     weights = []
-    # One backward computes the weights of up to D queries. The output of the k-th of these queries gets a gradient of 1
-    # in head dim k, and of 0 elsewhere. The gradient of the values in head dim k is then the weights of the k-th query.
+    # One backward computes the weights of up to D queries. For the k-th of these queries the gradient of out is 1 in
+    # head dim k, and 0 elsewhere. So in head dim k, the gradient of the values is the weights of the k-th query.
     for some in queries.long().split(query.shape[3]):
         dims = torch.arange(len(some), device=out.device)
         dout = torch.zeros_like(out)

@@ -54,13 +54,13 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         pattern: which keys each query attends to, causal or not.
         num_kv_heads: G, for grouped-query attention. num_heads must be a multiple of G. None means num_heads.
         rotary: rotary position embeddings (rotate-half form). True means base 10,000; a number is the base.
-        parallel: the ranks that share sequences; inputs and outputs are then shards. Compute the loss with
-            `parallel.mean_loss`: if each rank averages over its shard alone, the shards get wrong weights, and no error
-            says so.
+        parallel: the ranks that share sequences. With `parallel`, inputs and outputs are shards. Compute the loss with
+            `parallel.mean_loss`: if each rank averages the loss over its own shard, some positions count too much in
+            the total loss, and no error says so.
         backend: as for `dilated_attention`.
-        heads_held: which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6). `held`
-            makes such modules. The outputs of modules that together hold all heads add up to the output of the whole
-            layer. Only the module that holds head 0 adds out_proj's bias.
+        heads_held: which of the num_heads query heads this module holds (tensor parallelism), such as range(3, 6).
+            `held` makes such modules. The outputs of modules that together hold all heads add up to the output of the
+            whole layer. Only the module that holds head 0 adds out_proj's bias.
 
     The module can replace the attention of nn.TransformerEncoderLayer (`layer.self_attn = module`), also within
     nn.TransformerEncoder. Dropout, attention masks, attention weights, cross-attention and extra key/value rows are not
@@ -226,9 +226,9 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
             is_causal: the hint that torch passes. True raises an error unless the pattern is causal. False and None
                 have no effect.
             positions: integer (N,), the positions by which `rotary` rotates the rows, or their `rotary_table`, which
-                the layers of a model can share. None means 0, 1, ... within each document, counted over all ranks
-                under `parallel`. With a cache, None means from `cache.position` on. Instead of None, a call with a
-                cache takes only the `rotary_table` of `cache.next_positions(N)`.
+                the layers of a model can share. None means 0, 1, ... within each document, counted over all ranks under
+                `parallel`. With a cache, None means from `cache.position` on, and the only other value allowed is the
+                `rotary_table` of `cache.next_positions(N)`.
             cu_seqlens: borders of packed documents, as for `dilated_attention`; the batch must be 1.
             cache: a cache that only this layer uses (`make_cache`). The call appends its N rows to it.
             lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. The outputs of the
@@ -252,7 +252,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         if heads is None:
             assert key_padding_mask is not None
             if self.parallel is None:
-                # Warn here: `_forward_padded` passes cu_seqlens, and with cu_seqlens `dilated_attention` does not warn.
+                # Warn of a forgotten `parallel` here: `dilated_attention` does not warn if it gets cu_seqlens, which
+                # `_forward_padded` passes.
                 warn_of_forgotten_parallel(query.shape[1])
             return self._forward_padded(query, key, value, key_padding_mask, table), None
         return self.out_proj(self._attend(heads, cu_seqlens, cache, lengths)), None
@@ -361,7 +362,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         rows = packed_rows(mask_BN, query_BNE)
         if table is not None:
             table = rows.pack_table(table)
-        # Pack a tensor only once if it is passed as several of query, key and value.
+        # Pack a tensor only once if it is both query and key, or both key and value.
         packed_query = rows.pack(query_BNE)
         packed_key = packed_query if key_BNE is query_BNE else rows.pack(key_BNE)
         packed_value = packed_key if value_BNE is key_BNE else rows.pack(value_BNE)
@@ -419,8 +420,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         cache: DilatedCache | None,
         lengths: Tensor | None,
     ) -> None:
-        """Raise ValueError if a mask comes with an argument that excludes masks, or if `_table` could not read
-        cu_seqlens. `dilated_attention` checks all other arguments."""
+        """Raise ValueError if a mask comes with cu_seqlens, a cache or lengths, or if cu_seqlens has a wrong dtype or
+        shape. `dilated_attention` checks all other arguments."""
         if cu_seqlens is not None and mask is not None:
             raise ValueError(
                 "key_padding_mask and cu_seqlens both describe the documents: pass one of them"

@@ -1,4 +1,4 @@
-"""Numbers the modules of a `ContextParallel`, so that ranks can check that they all call the same module."""
+"""Gives each module of a `ContextParallel` a number, so that ranks can check that they all call the same module."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from ..ranks.context import ContextParallel
 
 
 class NumberedModule(nn.Module):
-    """A module that several ranks call together. Before a call the ranks compare the numbers of their modules, and
-    raise an error if the numbers differ."""
+    """A module that several ranks call together. Each module has a number. Before a call the ranks compare the numbers
+    of the modules that they call, and raise an error if these numbers differ."""
 
     parallel: ContextParallel | None = None
     _number: int | None = None

@@ -55,8 +55,8 @@ def check_before_loading(module: nn.Module, state: dict[str, Any], prefix: str, 
     if not isinstance(module, RemembersPattern):
         holder = module.trained_with
         name = f"{prefix}trained_with._extra_state"
-    # Check nothing if `holder` is None: a model of published weights has no fixed pattern, because its pattern follows
-    # from the size of each input.
+    # If `holder` is None, check nothing: the model is for published weights, which have no fixed pattern. Their pattern
+    # is computed from the size of each input.
     if holder is None:
         return
     if name in state:

@@ -35,7 +35,8 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
     else:
         layouts, documents = _send_layouts(ranks, layouts, documents, source)
 
-    # Take the number of positions from the first tensor: it is the same in all tensors except "cu_seqlens".
+    # Take the number of positions from the first tensor that is not "cu_seqlens": all such tensors have the same
+    # number.
     shape = next(shape for name, (shape, _) in layouts.items() if name != BORDERS)
     lengths = ranks.lengths_of(shape[_position_dim(shape)], documents)
     shards = ranks.note_cut(lengths, documents)

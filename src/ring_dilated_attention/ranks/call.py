@@ -1,5 +1,5 @@
 """`Call` holds the arguments of an attention call, without its tensors. `ForwardState` holds what the call's forward
-passes to its backward, beside tensors."""
+passes to the backward in addition to tensors."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -67,7 +67,7 @@ class Call:
 
     @property
     def heads_held(self) -> range | None:
-        """The numbers of the query heads in the tensors, or None if the tensors hold all heads of the layer."""
+        """Which query heads of the layer the tensors hold, or None if the tensors hold all heads."""
         return None if len(self.heads) == self.num_heads else self.heads
 
     def num_kv_heads(self, num_held: int) -> int:
@@ -90,10 +90,11 @@ class Call:
 
 
 class ForwardState(NamedTuple):
-    """What a call's forward passes to its backward, which thus neither chooses a kernel nor reads cu_seqlens again.
+    """What a call's forward passes to its backward, so that the backward need not choose a kernel or read cu_seqlens
+    again.
 
-    number: forwards of a context are numbered from 1, and ranks compare the numbers; 0 on one device. kernel: the name
-    of the backend whose kernels run the call. borders: cu_seqlens as numbers, or None.
+    number: which forward of the context this is, counted from 1. Ranks compare this number. On one device it is 0.
+    kernel: the name of the backend whose kernels run the call. borders: cu_seqlens as numbers, or None.
     """
 
     number: int

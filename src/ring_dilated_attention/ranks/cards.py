@@ -13,16 +13,15 @@ _LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID")
 def number_of_card(
     bound: torch.device | None, current: int, environment: Mapping[str, str], count: int
 ) -> int:
-    """The number of a process's GPU.
+    """The number of the GPU that a process takes. `bound` decides first, then `current`, then `environment`.
 
     Args:
-        bound: the `device_id` that was passed to init_process_group, or None. If `bound` has a number, the process
-            takes this GPU.
-        current: the number of torch's current GPU. If it is not 0, torch.cuda.set_device has chosen the GPU, and the
-            process takes it.
-        environment: the environment variables. If neither `bound` nor `current` decides, the process takes GPU r %
-            `count`, where r is its number among the processes of this host. The launcher puts r into a variable.
-            Without such a variable the process takes `current`.
+        bound: the `device_id` that was passed to init_process_group, or None. If `bound` has a number, this number is
+            returned.
+        current: the number of torch's current GPU. If this number is not 0, torch.cuda.set_device has chosen the GPU,
+            and the number is returned.
+        environment: the environment variables. A launcher's variable holds r, the number of the process on its host.
+            Then r % `count` is returned. Without such a variable `current` is returned.
         count: the number of GPUs that the process sees, which is 1 if the launcher shows each process only one GPU.
     """
     if bound is not None and bound.index is not None:
@@ -34,7 +33,8 @@ def number_of_card(
 
 
 def card_of(group: dist.ProcessGroup | None) -> torch.device:
-    """The GPU of this process, as `number_of_card` chooses it. `group` may be bound to a GPU (`bound`)."""
+    """The GPU of this process, as `number_of_card` chooses it. If `group` is bound to a GPU, this GPU is the argument
+    `bound`."""
     bound = None if group is None else group.bound_device_id
     number = number_of_card(
         bound, torch.cuda.current_device(), os.environ, torch.cuda.device_count()

@@ -32,8 +32,8 @@ class ContextParallel(NamedContext):
     the output adds 0 * out.sum() to its loss. (A forward runs even if nothing uses its output, compiled or not.)
 
     `rank` is this process's number, below `world_size`. It may differ from the number in the group, because processes
-    of one host get consecutive numbers. (On a 2-D mesh, only whole rows are reordered.) `name` is the context's name in
-    errors, the same on every rank.
+    of one host get consecutive numbers. (On a 2-D mesh the rows of the mesh are reordered, not the ranks within a row.)
+    `name` is the context's name in errors, the same on every rank.
 
     Copies of a module (EMA, nn.TransformerEncoder) hold the same context. The thread that makes the first call owns the
     context until `close`. A call in any other thread raises ValueError on all ranks. In a forked process (a
@@ -43,9 +43,9 @@ class ContextParallel(NamedContext):
     need all ranks (`shard`, `shard_batch`, `unshard`, `mean_loss`, LongNetLM's loss) outside compiled code.
 
     Args:
-        group: a ProcessGroup, a DeviceMesh, or None: all ranks, or one process if torch.distributed is not initialised.
-            On a 2-D mesh the ranks along the last axis trade heads for positions (all-to-all), and the ranks along the
-            first axis send each other keys and values.
+        group: a ProcessGroup, a DeviceMesh, or None. None means all ranks, or one process if torch.distributed is not
+            initialised. On a 2-D mesh the ranks along the last axis trade heads for positions (all-to-all), and the
+            ranks along the first axis send each other keys and values.
         sharding: "contiguous": shards follow each other in the order of ranks. "zigzag": the sequence is cut into 2p
             near-equal slices, and rank k of p gets slices k and 2p-1-k. "zigzag_documents": each packed document is cut
             as "zigzag" cuts a sequence. Every call then needs cu_seqlens. Functions that do not take cu_seqlens raise
@@ -212,8 +212,9 @@ class ContextParallel(NamedContext):
             loss = parallel.mean_loss(F.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum())
 
         Ranks hold different numbers of terms, so the mean of the ranks' means would be wrong. Averaged over the ranks,
-        as DDP and FSDP2 do, what a backward computes is the gradient of the mean of the ranks' losses, here of this
-        mean. If you scale the result, scale it on every rank: a factor on one rank would scale only that rank's terms.
+        as DDP and FSDP2 do, what a backward computes is the gradient of the mean of the ranks' losses. Here every rank
+        has the same loss. If you scale the result, scale it on every rank: a factor on one rank would scale only that
+        rank's terms.
 
         Args:
             local_sum: the sum of the loss over this rank's positions, a scalar tensor. A rank that owns no position
@@ -223,8 +224,8 @@ class ContextParallel(NamedContext):
                 the terms of all ranks of `over`, and gradients must be averaged over all of them. Without `over`, each
                 replica has its own mean, and averaged gradients are those of a mean of means.
             step_count: this rank's number of terms in all micro-batches of one step. The losses of the micro-batches
-                then add up to the step's mean, and their gradients to the gradients of that mean. Do not divide them
-                further.
+                then add up to the mean over the step, and the gradients add up to the gradient of this mean. Do not
+                divide the losses further.
 
         Raises:
             ValueError: on every rank, for an impossible sum or number of terms, and if `over` lacks a rank of this
@@ -237,9 +238,9 @@ class ContextParallel(NamedContext):
         fields: dict[str, object] = {"call": "mean_loss over more ranks"}
         if not failure:
             fields["over"] = f"{over.name} of ranks {over.ranks.members}"
-        # If a rank of this context refuses `over`, `agree` raises on all ranks of this context, and none of them calls
-        # `over`. Ranks of other contexts may already wait in `over`. So `all_or_none` breaks the connections of `over`,
-        # and these ranks fail and do not hang.
+        # If one rank of this context refuses `over`, `agree` raises on all ranks of this context, and none of them
+        # takes part in the messages of `over`. Ranks of other contexts may already wait for these messages. So
+        # `all_or_none` breaks the connections of `over`, and the waiting ranks fail and do not hang.
         with nullcontext() if failure or over is self else over.ranks.all_or_none():
             self.ranks.agree(0, fields, failure)
         return mean_loss(over.ranks, local_sum, local_count, step_count)

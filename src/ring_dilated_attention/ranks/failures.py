@@ -4,8 +4,8 @@ import re
 
 NOT_MADE = "did not enter making a ContextParallel"
 
-# Usual reasons why a rank that still runs does not take part in a call. `usual_cause` takes the first sentence whose
-# key (such as "did not enter backward") is part of the error's text.
+# Usual reasons why a rank that still runs does not take part in a call. `usual_cause` looks for each key (such as "did
+# not enter backward") in the error's text, and takes the sentence of the first key that it finds.
 _USUAL_CAUSES = {
     "did not enter backward": "A rank runs the backward of a call only if its loss depends on the output of that call.",
     NOT_MADE: (
@@ -39,7 +39,7 @@ def usual_cause(absence: str, reason: str) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """The text of an error of gloo or NCCL, without the line of source code and the advice in it."""
+    """The reason that gloo or NCCL gives in an error, without the place in the source code and without advice."""
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     reason = re.sub(r"^\[\S+:\d+\] ", "", first_line).split(". This is typically")[0].rstrip(".")
     if re.search("onnection (closed|reset|refused)", reason) and "that rank" not in reason:

@@ -12,8 +12,8 @@ from .link import GroupLink
 
 _NUM_FIELDS = 16  # the number of fields in a record; no call has more fields
 _NOT_THIS_RANK = torch.iinfo(torch.int64).min
-# The names of the last two fields of a call. A rank numbers its modules as it makes them. So ranks can compare the
-# number of the module that calls only if all ranks have made the same number of modules.
+# The names of the last two fields of a call. Each rank numbers its modules 1, 2, ... as it makes them. So ranks can
+# compare which module calls only if all ranks have made equally many modules.
 NUM_MODULES = "the number of modules made with this context"
 CALLER = "which module calls (numbered as modules were made with this context)"
 
@@ -59,9 +59,9 @@ def _raise_alike(
 ) -> None:
     """Raise RefusedError on all ranks. The error says which rank refuses the call, or which field differs.
 
-    If the first field that differs is `NUM_MODULES`, no error is raised. In this case ranks have made different numbers
-    of modules, and one module may have different numbers on different ranks. From then on ranks do not compare which
-    module calls.
+    If the first field that differs is `NUM_MODULES`, no error is raised. In this case some ranks have made more modules
+    than others, and the same layer may be module 3 on one rank and module 4 on another. From then on ranks do not
+    compare which module calls.
     """
     assert len(fields) <= _NUM_FIELDS, "records of two lengths would meet"
     marks = [_fingerprint(value) for value in fields.values()]

@@ -35,8 +35,8 @@ Addressed = Sequence[tuple[Tensor, int]]  # pairs (tensor, the peer that sends o
 class WaitTimes(NamedTuple):
     """When this rank began and ended a wait for messages, in seconds of time.perf_counter.
 
-    Time in which messages travel while this rank computes does not count as a wait. moment: the call in which the rank
-    waited, such as "forward 3".
+    The time in which this rank computes does not count as a wait, even if messages travel meanwhile. moment: the call
+    in which the rank waited, such as "forward 3".
     """
 
     moment: str
@@ -45,8 +45,8 @@ class WaitTimes(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A send or receive to start. operation: `dist.isend` or `dist.irecv`. peer: the rank that gets or sends `tensor`.
-    description: what an error says if this message fails."""
+    """A send or receive that has not been started yet. operation: `dist.isend` or `dist.irecv`. peer: the rank that
+    gets or sends `tensor`. description: what an error says if this message fails."""
 
     operation: Callable[..., dist.Work | None]
     tensor: Tensor
@@ -63,7 +63,7 @@ class GroupPending:
     moment: str
     handles: list[Handle] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
-    # Pairs (tensor to fill, buffer in which its message arrives). `wait` copies the buffers to the tensors.
+    # Pairs (tensor, buffer). A message arrives in the buffer, and `wait` copies the buffer to the tensor.
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -102,8 +102,8 @@ class GroupLink:
         self.links = links  # all links of the context: if a link fails, `fail` breaks all links
         # For each kind of call (forward, shard, ...): the `length` that each rank last passed to `handshake.agree`.
         self.agreed: dict[str, tuple[int, ...]] = {}
-        # Whether ranks compare the numbers of the modules that call. `_raise_alike` (handshake.py) clears the flag once
-        # ranks have made different numbers of modules, because a layer may then have a different number on each rank.
+        # Whether ranks compare which module calls. `_raise_alike` (handshake.py) clears the flag once some ranks have
+        # made more modules than others, because a layer may then have a different number on each rank.
         self.counts_modules = True
         links.append(self)
         # The backend of each type of device, such as {"cpu": "gloo", "cuda": "nccl"}.
@@ -136,9 +136,9 @@ class GroupLink:
     def wait_for(self, pending: GroupPending) -> None:
         """Wait for messages, one after the other. On gloo another thread waits, and this thread watches the peer.
 
-        When a connection breaks, gloo ends the waits for messages that have not begun. But the wait for a message that
-        is under way lasts until its timeout (signalException in gloo/transport/tcp/pair.cc). A `Sentinel` notices the
-        break immediately.
+        When a connection breaks, gloo ends the wait for a message that has not begun to travel. But the wait for a
+        message that is under way lasts until its timeout (signalException in gloo/transport/tcp/pair.cc). A `Sentinel`
+        notices the break immediately.
         """
         handles = tuple(pending.handles)
         progress = Progress()
@@ -191,7 +191,8 @@ class GroupLink:
         if set(self.backends.values()) != {"gloo"}:
             self.group.abort()
         self._disconnect()
-        # End messages that are stuck in gloo, because they may later write to memory that torch's profiler has freed.
+        # End messages that are stuck in gloo: if they ended later, they might write to events that torch's profiler has
+        # freed.
         for pending in list(self._pending):
             for handle in pending.handles:
                 if self.on_gloo(pending.tensors[0]) and not handle.work.is_completed():
@@ -202,8 +203,9 @@ class GroupLink:
         """Close gloo's connections.
 
         `abort`, `shutdown` and destroying the group leave the connections open. But if a receive times out, gloo closes
-        all connections of the group. So this rank starts a receive that nobody answers, which times out after 1 ms. It
-        does so with every peer, because a receive over a connection that is already broken does not time out.
+        all connections of the group. So this rank starts receives that nobody answers, one from each peer, which time
+        out after 1 ms. One receive alone is not enough: over a connection that is already broken, a receive does not
+        time out.
         """
         if self.backends.get("cpu") != "gloo":
             return
@@ -255,7 +257,7 @@ class GroupLink:
         return self._post(transfers, moment)
 
     def carry(self, sends: Messages, receives: Messages, moment: str) -> GroupPending:
-        """Start sending and receiving the messages of a plan (`exchange`)."""
+        """Start sending and receiving the messages of a plan, by `exchange`."""
         sends_to_peers = [(x, message.peer) for x, message in sends]
         receives_from_peers = [(x, message.peer) for x, message in receives]
         return self.exchange(sends_to_peers, receives_from_peers, moment)
@@ -314,8 +316,8 @@ class GroupLink:
         return list(map(Handle, works, descriptions, peers))
 
     def _join_short(self, transfers: Sequence[Transfer], pending: GroupPending) -> list[Transfer]:
-        """The transfers, with all short sends to a peer joined into one, and all short receives likewise. The peer
-        knows the sizes of these messages too, so it joins the same ones."""
+        """The transfers, with all short sends to a peer joined into one send, and all short receives from a peer into
+        one receive. The peer knows the sizes of these messages too, so it joins the same messages."""
         joined: dict[tuple[object, ...], list[Transfer]] = {}
         for number, transfer in enumerate(transfers):
             own_number = number if transfer.tensor.nbytes > _SHORT_BYTES else None
@@ -386,7 +388,7 @@ class GroupLink:
     def _pass_on(
         self, known: Tensor, peers: list[tuple[int, int]], moment: str, *, is_first: bool
     ) -> list[Tensor]:
-        """Run one round of messages: send `known` to each target, and return what each source sends.
+        """Run one round of messages: send `known` to each target, and return the tensors that come from the sources.
 
         peers: pairs (target, source).
         """

@@ -46,7 +46,7 @@ refuse.__dict__["_dynamo_marked_constant"] = True
 
 
 def called_by(parallel: NamedContext | None, number: int | None) -> AbstractContextManager[None]:
-    """A context manager that tells `parallel` which module makes the calls in its block, by the module's number. Under
+    """A context manager that tells `parallel` the number of the module that makes the calls within it. Under
     torch.compile it does nothing."""
     if parallel is None or torch.compiler.is_compiling():
         return nullcontext()

@@ -1,5 +1,5 @@
-"""Connects several processes that share sequences. It makes their process groups, and checks before each call that all
-of them make the same call (the handshake)."""
+"""Connects several processes that share sequences: makes their process groups, and checks before each call that all
+processes make the same call (the handshake)."""
 
 import os
 import warnings
@@ -32,7 +32,7 @@ from .ranks import Links, Ranks
 
 # `_groups_named` holds this lock while torch's function that names groups is replaced.
 _naming = Lock()
-# For each default group of torch, how many groups each set of ranks (a sorted tuple) has made.
+# How many groups each set of ranks (a sorted tuple) has made. Each default group of torch has its own counts.
 _num_groups: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
@@ -99,7 +99,8 @@ def _side_by_side(members: Sequence[int], hosts: Sequence[str], inner: int) -> l
 
 
 class Processes(Ranks):
-    """The processes of a group. They make their own communicators, so that a failed message does not break the user's.
+    """The processes of a group. They make their own communicators, so that a failed message does not break the user's
+    communicators.
 
     control: connects all ranks, for handshakes over gloo.
     all: connects all ranks, for data on any device.
@@ -108,8 +109,8 @@ class Processes(Ranks):
     """
 
     def __init__(self, members: list[int], timeout: timedelta) -> None:
-        """Make the control group. A rank with bad arguments makes this group too, so that `connect` can tell the other
-        ranks."""
+        """Make the control group. A rank with bad arguments makes this group too, so that `connect` can report the
+        error to the other ranks."""
         super().__init__(ShardSpec("contiguous", len(members)))
         self.timeout = timeout
         self.world_size = len(members)
@@ -165,8 +166,8 @@ class Processes(Ranks):
     def _hosts(self) -> list[str]:
         """Every rank's host name. Also closes the contexts that all ranks have dropped without `close`.
 
-        To find these contexts, ranks send each other the names of those that they have dropped. All ranks must close a
-        group together, because NCCL ends a communicator by a collective call.
+        To find these contexts, each rank sends the others the names of the contexts that it has dropped. All ranks must
+        close a group together, because NCCL ends a communicator by a collective call.
         """
         hosts = []
         dropped_by_rank = []
@@ -261,8 +262,8 @@ class Processes(Ranks):
         if lengths in self.expected_lengths or self.warn_of_whole(lengths):
             return
         near_equal = self.cut.default_lengths(seq_len)
-        # Also accept the lengths that torch.chunk would cut. If torch.chunk makes fewer chunks than there are ranks,
-        # the last ranks have length 0.
+        # Also accept the lengths of the chunks that torch.chunk would make. If torch.chunk makes fewer chunks than
+        # there are ranks, the last ranks have length 0.
         size = max(-(-seq_len // self.world_size), 1)
         starts = [min(rank * size, seq_len) for rank in range(self.world_size + 1)]
         chunked = tuple(stop - start for start, stop in pairwise(starts))

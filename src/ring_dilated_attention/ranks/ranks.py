@@ -26,7 +26,8 @@ from ..run.link_contract import Dealer, Link
 from .call import Call, ForwardState
 
 # A rank's connections in one call. The link connects the rank with the ranks of its ring. The dealer connects the rank
-# with the ranks that exchange heads for positions (plan/dealing.py). A connection that the call does not need is None.
+# with its partners in the exchange of heads for positions (plan/dealing.py). A connection that the call does not need
+# is None.
 Links = tuple[Link | None, Dealer | None]
 
 
@@ -147,7 +148,8 @@ class Ranks:
         return False
 
     def expect_lengths(self, lengths: Sequence[int]) -> None:
-        """Do not warn of shards of these lengths. A model that adds rows to its shards (a class token) calls this."""
+        """Make `warn_of_uneven` accept shards of these lengths. A model that adds rows to its shards (a class token)
+        calls this."""
 
     def warn_once(self, what: str, text: str, stacklevel: int = 3) -> None:
         if what not in self.warned:
@@ -231,8 +233,8 @@ class Ranks:
     ) -> Sequence[Tensor]:
         """Do the handshake, then plan the call, and carry out the plan.
 
-        stage: "forward" or "backward". tensors: by name, query, key and value in a forward, and all fields of
-        `BackwardRows` in a backward. Returns out and lse in a forward, and dq, dk and dv in a backward.
+        stage: "forward" or "backward". tensors: the tensors by name. A forward has query, key and value, and a backward
+        has all fields of `BackwardRows`. Returns out and lse in a forward, and dq, dk and dv in a backward.
         """
         query = tensors["query"]
         key = tensors["key"]

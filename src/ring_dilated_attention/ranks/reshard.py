@@ -65,7 +65,7 @@ def whole_of(rows_by_rank: Sequence[Tensor], shards: Sequence[Shard], dim: int) 
 
 
 class ShardRows(torch.autograd.Function):
-    """The rows of a whole tensor x that every rank holds. p: the number of ranks.
+    """This rank's rows of a whole tensor x. Every rank holds the whole x. p: the number of ranks.
 
     forward on rank k:   x (.., N, ..) -> y_k (.., N_k, ..), the rows of rank k
     backward:            dx = (dy_0, ..., dy_{p-1}) / p, joined from all ranks' rows, the same on every rank

@@ -36,8 +36,8 @@ def start_thread(function: Callable[..., None], *args: object) -> Thread:
 
 
 def _run(function: Callable[..., None], *args: object) -> None:
-    # Record no profiler events in this thread, because a message writes to its event when the message ends, and torch's
-    # profiler may have freed all events by then.
+    # Record no profiler events in this thread. Otherwise each message would write to its event when the message ends,
+    # and torch's profiler may have freed all events by then.
     if hasattr(torch.autograd, "_enable_record_function"):
         torch.autograd._enable_record_function(False)
     function(*args)

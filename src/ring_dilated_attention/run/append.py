@@ -1,11 +1,11 @@
-"""Appends new rows to a cache. Their queries attend to cached rows and to each other. The cache then keeps the new rows
-to which a later query can attend.
+"""Appends new rows to a cache. The queries of the new rows attend to cached rows and to new rows. The cache then keeps
+the new rows to which a later query can attend.
 
 A *buffer* holds the cached rows of one branch, phase and key/value head (`pattern.py` defines branches and phases). Row
 number c of the phase lies in slot c mod capacity (`plan/cache_plan.py`).
 
 An example: three rows are appended at position 12, in a branch with segments of w = 8 positions and the rate r = 2. A
-head of phase 0 reads two of them:
+head of phase 0 reads two of the three rows:
 
                         cached  |   new
     position            8   10  |  12   14
@@ -79,9 +79,8 @@ def append(
     check_append(plan, positions, counts)
     runs = list(_alike(positions, counts))
 
-    # A single new row is written before its query is computed, and overwrites an old row. If plan.keep > 0, copy the
-    # old row, so that it can be put back if this call fails: after a later `crop` a query may attend to the old row
-    # again.
+    # A single new row is written before its query is computed, and overwrites an old row. After a later `crop` a query
+    # may attend to the old row again. So if plan.keep > 0, copy the old row, and put it back if this call fails.
     written_over: list[tuple[Tensor, Tensor]] = []
     for entries, position, count in runs:
         if count == 1 and plan.keep > 0:
@@ -111,8 +110,8 @@ def append(
             slot.copy_(rows)
         raise
 
-    # Write runs of several new rows only now that all computations have succeeded, because these rows overwrite old
-    # rows.
+    # Write the rows of sequences with several new rows only now, after all computations have succeeded, because these
+    # rows overwrite old rows.
     for entries, position, count in runs:
         if count > 1:
             write(plan, key[entries, :count], value[entries, :count], memory[:, entries], position)
@@ -181,7 +180,7 @@ def _one(
     """Append a single row at position t: out (B, 1, H, D) and lse (B, 1, H) of the row.
 
     The row is first written to its buffers, where the row's query then reads it. The buffers are read one after the
-    other. This needs neither a `Plan` nor a program of steps.
+    other, without a `Plan` and without a program of steps.
     """
     batch, _, num_heads, head_dim = query.shape
     buffers_of_row = list(plan.of_position(t))
@@ -267,8 +266,9 @@ def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -
 def rows_at(x_BNHD: Tensor, buffers: Buffers, numbers: range, first: int) -> Tensor:
     """Pick the rows with these numbers from a tensor of keys or values. Returns (B, G, L, D).
 
-    Rows are numbered within the phase of the buffers. If a segment has k rows of the phase, row number c is row c mod k
-    of segment c // k, as in `Buffers.position_of`. first: the position of row 0 of the tensor.
+    Rows are numbered within the phase of the buffers. If each segment has k rows of the phase, row number c lies in
+    segment c // k and is row c mod k there, as in `Buffers.position_of`. first: the position at which the tensor
+    begins.
     """
     number_L = torch.arange(numbers.start, numbers.stop, device=x_BNHD.device)
     segment_L = number_L // buffers.rows_per_segment
@@ -301,8 +301,8 @@ def placed(buffers: Buffers, numbers: range, memory: Tensor) -> Tensor:
 def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Tensor) -> Tensor:
     """Copy into a flat tensor the rows of a rank's shard that a cache of the whole sequence keeps.
 
-    The shard's runs of consecutive positions are its spans. The tensor contains, for each buffer and each span, the
-    keys (B, G, L, D), then the values.
+    A span is a run of consecutive positions of the shard. The tensor contains, for each buffer and each span, the keys
+    (B, G, L, D), then the values.
 
     key, value: (B, N, G, D), the rows of the shard. position: the length of the whole sequence.
     """
@@ -310,8 +310,8 @@ def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Ten
     flat_rows = [key.new_empty(0)]
     for buffers, numbers, span in plan.kept_of(shard, position):
         for x in (key, value):
-            # Pass the shard's rows from the span's first row to the end, because `rows_at` counts rows from the
-            # position `span.start`.
+            # `rows_at` counts rows from the position `span.start`, so pass the shard's rows from the first row of the
+            # span to the end.
             rows_BGLD = rows_at(x[:, first_row[span] :], buffers, numbers, span.start)
             flat_rows.append(rows_BGLD.flatten())
     return torch.cat(flat_rows)

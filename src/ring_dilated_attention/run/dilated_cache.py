@@ -222,8 +222,8 @@ class DilatedCache:
     def crop(self, count: int | Sequence[int] | Tensor) -> None:
         """Remove the last `count` positions of every sequence, or count[i] of sequence i.
 
-        The last `keep` positions can always be removed. If the pattern has no window, all positions since the latest
-        start of a segment (of any branch) can be removed too.
+        The last `keep` positions can always be removed. Each branch has a latest start of a segment. If the pattern has
+        no window, `crop` can also remove all positions from the last of these starts on.
 
         Raises:
             ValueError: if a sequence has fewer positions, or if later queries would need rows that are no longer in the
@@ -305,8 +305,8 @@ class DilatedCache:
         if not _fit(progress, saved):
             raise ValueError(f"the state is damaged: progress {progress} does not fit the rows.")
 
-        # `source`: a plan with the saved cache's `keep`, which decides which rows were saved. The saved cache's max_len
-        # does not matter for that.
+        # `source`: a plan with the saved cache's `keep`. This `keep` decides which rows were saved, and the saved
+        # cache's max_len does not.
         plan = self.plan
         limit = plan.max_len
         source = plan_cache(
@@ -366,8 +366,8 @@ class DilatedCache:
                 continue
             target = targets[buffers.number, buffers.phase, buffers.kv_heads]
 
-            # Write only the saved rows that this cache keeps too. If its `keep` is smaller, these are the last saved
-            # rows.
+            # Write only the saved rows that this cache keeps too. If this cache has a smaller `keep`, only the last
+            # saved rows are written.
             first = max(saved.start, self.plan.kept(target, position, floor).start)
             numbers = range(first, saved.stop)
             both_2BGLD = both.unflatten(2, (len(buffers.kv_heads), len(saved)))
@@ -460,7 +460,8 @@ def _plan(
 
 
 def _sizes(plan: CachePlan, position: int, floor: int) -> list[int]:
-    """How many rows of a sequence each entry of `plan.buffers` keeps, summed over the entry's key/value heads."""
+    """For each entry of `plan.buffers`, how many rows of a sequence are kept, summed over the entry's key/value
+    heads."""
     sizes: list[int] = []
     for buffers in plan.buffers:
         num_kept = len(plan.kept(buffers, position, floor))

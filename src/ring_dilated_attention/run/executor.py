@@ -6,7 +6,7 @@ that travel to other ranks.
 An example: a forward on the later of two ranks that share a causal segment. `print(program)` shows the steps on the
 left. The method with the name of a step carries out the step.
 
-    pack     own chunks of K and V            copy the own key and value rows that the dilation selects to a buffer
+    pack     own chunks of K and V            copy the keys and values that the dilation selects into a buffer
     take     received chunks of K and V       allocate a buffer for the other rank's key and value rows
     post     hop 1, keys and values           both ranks start to send and to receive
     compute  own queries x own chunk          meanwhile the kernel computes a partial, (B, H, M, D) and (B, H, M)
@@ -133,8 +133,8 @@ class _Executor:
         self.results: dict[str, Tensor] = {}
 
         # `merging`: the kernel's functions that merge or add the results of many tiles in one pass, or None if the
-        # kernel has none. `kept`: by the name of the accumulator, the results that these functions have not yet merged
-        # or added.
+        # kernel has none. `kept`: the results that these functions have not yet merged or added, by the name of the
+        # accumulator.
         self.merging = self.kernel.merging(query)
         self.kept: dict[str, list[TileRows]] = {}
 
@@ -151,8 +151,8 @@ class _Executor:
         itemsize = self.dtype.itemsize
         has_dlse = "dlse" in self.alive
 
-        # `packing` says when rows are copied before the kernel reads them; None means never. Set None for 16-bit rows
-        # if the kernel takes 16-bit rows without a copy.
+        # `packing` says when rows are copied before the kernel reads them. With None rows are never copied, which is
+        # right for 16-bit rows if the kernel takes 16-bit rows as they are.
         packing = traits.packing
         if itemsize == 2 and self.kernel.takes_short_rows(self.dtype):
             packing = None
@@ -182,7 +182,8 @@ class _Executor:
         return self.alive
 
     def distances(self) -> tuple[int, int]:
-        """The distance in bytes between neighbouring positions, in query and in key and value, as the kernel gets them.
+        """The distances in bytes between neighbouring positions of the tensors that the kernel gets: in query, and in
+        key and value (the smaller of the two).
 
         If ranks exchange heads for positions, the kernel gets the contiguous tensors that `to_heads` returns.
         """
@@ -416,7 +417,8 @@ class _Executor:
     # them.
 
     def start(self, step: steps.Start) -> None:
-        """Make an accumulator. Its rows start as 0, or -inf for lse, unless tiles write every row first."""
+        """Make an accumulator of zeros, or of -inf for lse. If tiles write every row before any row is read, leave it
+        unfilled."""
         like = self.alive[_LIKE[step.name]]
         make = torch.empty if step.is_covered else torch.zeros
         dtype = self.dtype if step.is_result else self.sum_dtype
@@ -485,7 +487,7 @@ class _Executor:
             total.add_(result)
 
     def adopt(self, name: str, result_BHMD: Tensor) -> None:
-        """Make a tile's result the accumulator. The tile must have all rows.
+        """Use the result of a tile as the accumulator. The tile must have all rows.
 
         The accumulator must be contiguous. Later tiles are added through views of it, and the outputs of a custom op
         must have the strides that its fake function returns. Most results are contiguous already and are not copied.
@@ -532,8 +534,9 @@ def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> T
     """Exchange heads for positions within a group of p ranks (plan/dealing.py).
 
     The argument is (B, N, H, D): all H heads of this rank's N positions. The result is (B, T, h, D): h = H / p heads of
-    the group's T positions, in sequence order. lse and dlse have no dim D. In the comments, n is the number of
-    positions of another rank of the group. moment: the text by which an error refers to this exchange.
+    the group's T positions, in sequence order. If the tensor is lse or dlse, argument and result have no dim D. In the
+    comments, n is the number of positions of another rank of the group. moment: the text by which an error refers to
+    this exchange.
 
     An example: two ranks own two positions each, with two heads. "1.3" is the row of head 1 at position 3:
 
@@ -549,7 +552,7 @@ def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> T
     leaving = [x.flatten() for x in x_BNHD.split(share, dim=2)]
     sizes = [batch * length * share * math.prod(dims) for length in dealing.lengths]
     received = dealer.all_to_all_single(leaving, sizes, x_BNHD, moment)
-    del leaving  # Free this memory now, because the results need as much.
+    del leaving  # Free this memory now, because the results need the same amount.
 
     # `rows_of_place[i]`: the tensor received from rank i of the group, (B, n, h, D). It has the positions of rank i and
     # the heads that this rank computes.

@@ -15,7 +15,7 @@ class Pending(Protocol):
         """Return when the messages have been sent and received. A second call returns immediately."""
 
 
-# Each entry is a contiguous tensor to send or to fill, and its message.
+# Pairs (tensor, message). The tensor to send or to fill is contiguous, and the plan's `Message` describes the transfer.
 Messages = Sequence[tuple[Tensor, Message]]
 
 

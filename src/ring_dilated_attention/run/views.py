@@ -34,8 +34,8 @@ def with_unit_stride(x: Tensor) -> Tensor:
 def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
     """The rows as a view (B·S, heads, M, D), or (B·S, heads, M) if the tensor is (B, N, H).
 
-    Nothing is copied. So with several batch entries and several segments, the distance in memory from a segment to the
-    next must be the same everywhere, across batch entries too (`folds`).
+    Nothing is copied. So a single stride must lead from each segment to the next, even from the last segment of a batch
+    entry to the first segment of the next entry (`folds`).
     """
     heads, first, shift, step, num_rows, segments, segment_step = rows
     batch = x_BNHD.shape[0]
@@ -60,8 +60,8 @@ def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
 def folds(x_BN: Tensor) -> bool:
     """Whether each batch entry begins in memory where the previous entry ends.
 
-    If a whole number of segments also fills each entry, a single stride leads from each segment to the next, across
-    entries.
+    If each entry also consists of whole segments, a single stride leads from each segment to the next, even into the
+    next entry.
     """
     return x_BN.shape[0] == 1 or x_BN.stride(0) == x_BN.shape[1] * x_BN.stride(1)
 
