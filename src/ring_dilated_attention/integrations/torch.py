@@ -30,15 +30,16 @@ class ShardSequence(ParallelStyle):
         parallelize_module(model, mesh["cp"], ShardSequence())
         parallelize_module(model, mesh["cp"], {"encoder": ShardSequence(shard_inputs=True, unshard_outputs=True)})
 
-    All modules that a style shards over one mesh share one ContextParallel, `style.contexts[mesh]`.
+    A ShardSequence `style` makes one ContextParallel for each mesh, `style.contexts[mesh]`. All modules on that mesh
+    share this ContextParallel.
 
     Averaged over the ranks, as DDP and FSDP2 do, what a backward computes is the gradient of the mean of the ranks'
     losses.
 
     Args:
         sharding, exchange: as for `ContextParallel`.
-        shard_inputs: the module receives whole tensors (B, N, ...), the same on every rank, and takes this rank's rows.
-            By default it receives shards.
+        shard_inputs: the module receives whole tensors (B, N, ...), the same on every rank, and keeps this rank's rows.
+            By default the module receives shards.
         unshard_outputs: the module returns whole tensors, the same on every rank. By default the module returns shards.
     """
 
@@ -90,8 +91,9 @@ class ShardHeads(ParallelStyle):
         parallelize_module(block, mesh["tp"], {"attention": ShardHeads()})
 
     Inputs and outputs are whole tensors, the same on every rank. A rank keeps only the parameters of its own heads, so
-    load a checkpoint before you call parallelize_module. A head computes the same as on one device: which positions of
-    a segment it reads (its phase) depends on its number in the whole layer, not on its number on the rank.
+    load a checkpoint before you call parallelize_module. A head computes the same as on one device. Which positions of
+    a segment a head reads (the head's phase) depends on the head's number in the whole layer, not on its number on the
+    rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -131,7 +133,8 @@ class ShardHeads(ParallelStyle):
 def _each(change: Callable[[Tensor], Tensor], nested: Any) -> Any:
     """Apply `change` to every tensor (B, N, ...) in nested tuples, lists and dicts, and return the result.
 
-    Values that are no tensors of two or more dims stay as they are. A tensor that occurs twice is changed once.
+    Values that are no tensors, and tensors of fewer than two dims, stay as they are. A tensor that occurs twice is
+    changed once.
     """
     changed: dict[int, Tensor] = {}
 
@@ -150,18 +153,19 @@ def _each_input(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tupl
 
 
 def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: bool = False) -> None:
-    """Check, after DDP or fully_shard, that the ranks that share a sequence also average their gradients.
+    """Check that the ranks that share a sequence also average their gradients.
 
-    Call this function outside of a forward. Two things are not checked: the averaging over replicas (ranks with
-    different sequences), and the process groups of FullyShardedDataParallel's hybrid strategies.
+    Call this function after DDP or fully_shard, and outside of a forward. Two things are not checked: the averaging
+    over replicas (ranks with different sequences), and the process groups of FullyShardedDataParallel's hybrid
+    strategies.
 
     Args:
-        by_hand: pass True if your own loop, or DeepSpeed, averages some gradients. Then parameters that DDP and
-            fully_shard left out, or were told to ignore, raise no error.
+        by_hand: pass True if your own loop, or DeepSpeed, averages some gradients. Then it is no error if neither
+            DDP nor FSDP averages the gradient of a parameter.
 
     Raises:
-        ValueError: if the process group of DDP, or the mesh of a parameter, lacks a rank that shares a sequence. Unless
-            `by_hand`, also if DDP and fully_shard left out a parameter, or were told to ignore it.
+        ValueError: if a rank that shares a sequence is missing in the process group of DDP or FSDP, or in the mesh of
+            a parameter. Without `by_hand`, also if neither DDP nor FSDP averages the gradient of a parameter.
     """
     sharing = set(parallel.ranks.members)
     check_meshes(module, parallel)
@@ -179,7 +183,7 @@ def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: boo
                     "process_group out, which takes all ranks."
                 )
         if isinstance(child, FSDPModule):
-            # Turn parameters into DTensors again: after a forward without a backward FSDP2's may be plain tensors.
+            # Turn parameters into DTensors again: after a forward without a backward they may be plain tensors.
             child.reshard()
         if isinstance(child, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)):
             wrappers.append(child)
@@ -208,9 +212,9 @@ def _averaged_by(wrapper: Any) -> Iterator[nn.Parameter]:
 
 
 def check_meshes(module: nn.Module, parallel: ContextParallel) -> None:
-    """Raise ValueError if FSDP2 shards a parameter over a mesh that lacks some of the ranks that share a sequence.
+    """Raise ValueError if a rank that shares a sequence is missing in the mesh over which FSDP2 shards a parameter.
 
-    Parameters that are plain tensors are skipped. During a forward FSDP2's parameters are plain tensors too.
+    Parameters that are plain tensors are not checked. During a forward all parameters of FSDP2 are plain tensors.
     """
     sharing = set(parallel.ranks.members)
     if not sharing or not any(isinstance(child, FSDPModule) for child in module.modules()):

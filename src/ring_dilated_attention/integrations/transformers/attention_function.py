@@ -70,7 +70,7 @@ def attend(
             borders in the whole sequence.
         parallel: the ranks that share the sequence. The rows are then this rank's shard.
         sliding_window, s_aux: the layer's window and learned sinks (H,). They are allowed only if the config has no
-            pattern, so that the model keeps its own attention.
+            pattern. (The model then keeps its own attention.)
 
     Raises:
         ValueError: for a mask, a keyword or a shape that dilated attention does not take.
@@ -198,7 +198,8 @@ def find_borders(position_ids: Tensor, batch: int, num_rows: int) -> Tensor | No
             "which dilated attention reads where packed documents begin."
         )
     resets = position_ids.diff() != 1
-    if torch.compiler.is_compiling():  # only assert: a graph cannot branch on data
+    if torch.compiler.is_compiling():
+        # Assert that there is one document, because a graph cannot branch on data.
         torch._assert_async(~resets.any(), PACKED_IN_COMPILED_CODE)
         return None
     if not resets.any():
@@ -296,12 +297,13 @@ def make_mask(
                    but the rows beyond M are not written yet.)
     (B, M) uint8   1 at tokens, 0 at padding. A BoundedCache holds earlier rows.
     (H, M, S) or   A float mask that is added to the scores. A cache that is no BoundedCache holds earlier rows. An
-    (B * H, M, S)  entry is log(n) if in n branches of the pattern the query attends to the key: -inf for no branch, 0
-                   for one branch, log 2 for two. The layout is that of torch's attention masks of three dims.
+    (B * H, M, S)  entry is log(n), where n is the number of branches of the pattern in which the query attends to the
+                   key: -inf for no branch, 0 for one branch, log 2 for two. The layout is that of torch's
+                   attention masks of three dims.
     """
     if attention_mask is not None and attention_mask.dim() != 2:
-        # Return a mask that this function has made already: with a static cache `generate` calls this function, and the
-        # model's forward then passes the mask to this function again.
+        # Return a mask that an earlier call of this function made: with a static cache `generate` makes the mask, and
+        # the model's forward then passes this mask as `attention_mask`.
         return attention_mask
     is_bounded = (
         kv_length == q_length and not isinstance(q_offset, Tensor) and kv_offset == q_offset > 0

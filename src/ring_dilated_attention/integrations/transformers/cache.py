@@ -31,8 +31,8 @@ class BoundedCache(Cache):
     Args:
         model: a transformers model with dilated attention.
         max_len: the largest number of positions in a sequence, if it is known. No buffer gets more rows than this.
-        keep: how many of the newest positions `crop` can always remove, even if a complete segment becomes incomplete.
-            For assisted generation and prompt lookup pass the number of tokens of a draft.
+        keep: the number of newest positions that `crop` can always remove, even from a complete segment, whose rows the
+            cache would otherwise drop. For assisted generation and prompt lookup pass the number of tokens of a draft.
 
     Raises:
         ValueError: for a model without a pattern. Also for Phi-3 and Phi-MoE, unless `max_len` is at most their
@@ -121,7 +121,7 @@ class BoundedLayer(CacheLayerMixin):
         )
         if valid_BM is None or valid_BM.all():
             out = attend(*rows_BMHD)
-        else:  # move each entry's tokens before its padding, then move the output's rows back
+        else:  # move each entry's padding behind its tokens, and move the output's rows back
             first_B1 = valid_BM.int().argmax(1, keepdim=True)
             places_M = torch.arange(num_rows, device=valid_BM.device)
             moved_BMHD = [_taken(x, (places_M + first_B1) % num_rows) for x in rows_BMHD]
@@ -134,7 +134,7 @@ class BoundedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The number of keys in a mask, and the position of the first key. Only the new rows are counted as keys.
 
-        So the keys begin at the same position as the queries, which tells `make_mask` that there is a BoundedCache.
+        So the keys begin at the same position as the queries. This tells `make_mask` that there is a BoundedCache.
         """
         return query_length, self.num_positions
 

@@ -50,7 +50,7 @@ class PatternField:
             )
         config.__dict__[FIELD] = to_fields(value)
         config.__dict__["attn_implementation"] = NAME  # config.json saves this name
-        # Choose the attention that this config's own layers compute. The key "" leaves its sub-configs as they are.
+        # Choose the attention of this config's own layers. The key "" excludes sub-configs.
         config._attn_implementation = {"": NAME}
 
 

@@ -39,20 +39,19 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     Inputs: documents may be packed (position_ids that start anew, or cu_seq_lens_q). Padding is allowed only on the
     right, in a causal model, with labels of -100.
 
-    Outputs: every rank returns the loss of the whole sample. Logits and hidden states are this rank's rows;
-    `parallel.unshard` joins the rows of all ranks, also to compute a loss of your own. With labels no logits are
-    returned: they are computed for a slice of rows at a time, and again in backward.
+    Outputs: every rank returns the loss of the whole sample. Logits and hidden states are this rank's rows.
+    `parallel.unshard` joins the rows of all ranks, for example for a loss of your own. A call with labels returns no
+    logits: the loss computes the logits of one slice of rows at a time, and backward computes these logits again.
 
     Gradients: averaged over the ranks, as DDP, FSDP2 and DeepSpeed do, what a backward computes is the gradient of the
     mean of the ranks' losses. A trainer may treat the ranks as replicas.
 
-    A model without a pattern in its config keeps the attention that it was trained with, with each layer's window and
-    sinks.
+    A model without a pattern in its config keeps the attention that it was trained with, including each layer's window
+    and sinks.
 
     Raises:
-        ValueError: if this package does not compute the model's attention, or if the model takes no position_ids. Also
-            if the model computes something from the whole sequence outside of attention, as a classifier of sequences
-            does.
+        ValueError: if this package cannot compute the model's attention, if the model takes no position_ids, or if the
+            model needs the whole sequence outside of attention, as a classifier of sequences does.
     """
     if not isinstance(parallel, ContextParallel):
         raise ValueError(f"parallel must be a ContextParallel, got {parallel!r}.")
@@ -79,7 +78,7 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     try:
         if parallel.world_size > 1:
             check_ranks(model, ShardedForward)
-    except BaseException:  # after Ctrl-C too the model must be as it was
+    except BaseException:  # restore the model after any error, also after Ctrl-C
         handle.remove()
         raise
     return handle
@@ -121,7 +120,8 @@ class ShardedForward:
         ]
         for name, module in model.named_modules():
             rope_types = getattr(module, "rope_type", None)
-            if not isinstance(rope_types, dict):  # a dict has a rope_type for each type of layer
+            # Make a dict, because some models have a dict with a rope_type for each type of layer.
+            if not isinstance(rope_types, dict):
                 rope_types = {"": rope_types}
             if BY_LENGTH.intersection(rope_types.values()):
                 self.hooks.append(
@@ -140,14 +140,14 @@ class ShardedForward:
             config._attn_implementation = implementation
         setattr(self.model, SHARDED, None)
 
-    @torch.compiler.disable  # because ranks send messages here, which cannot be compiled
+    @torch.compiler.disable  # ranks send messages here, and torch cannot compile messages
     def before(
         self, model: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
         """Replace the whole sample in the arguments of a forward by this rank's shard of the sample.
 
-        `sum_loss` computes this rank's loss. The model's own loss receives only two rows, with the labels IGNORED_LABEL
-        and OWN_LABEL. `after` checks the model's own loss.
+        `sum_loss` computes this rank's loss. The model also computes a loss, of only two rows. The labels of these rows
+        are IGNORED_LABEL and OWN_LABEL, and `after` checks the model's loss.
         """
         with self.parallel.ranks.refusing():
             check_meshes(model, self.parallel)
@@ -180,7 +180,10 @@ class ShardedForward:
     def add_position(
         self, rotary: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """Append the whole sequence's largest position to a rotary embedding's positions: its angles depend on it."""
+        """Append the whole sequence's largest position to the input of `rotary`.
+
+        The largest position in the input decides the angles.
+        """
 
         def longer(positions: Tensor) -> Tensor:
             largest = self.largest_position.to(positions.device).expand(*positions.shape[:-1], 1)

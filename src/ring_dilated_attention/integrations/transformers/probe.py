@@ -2,10 +2,11 @@
 
 The copy has the same layers as the model, but narrower. It is run in two ways.
 
-1. In attention each position attends only to itself. The input is changed at one position: a middle one, then the
-   first, then the last. If the output changes at other positions too, the model mixes positions outside of our
+1. With an attention in which each position attends only to itself. The input is changed at one position: a middle
+   one, then the first, then the last. If the output changes at other positions too, something other than this
+   attention mixes positions.
+2. With dilated attention of one segment that holds all positions. The output must be the same as with the model's own
    attention.
-2. Dilated attention has one segment with all positions. The output must then be that of the model's own attention.
 """
 
 import copy
@@ -42,7 +43,7 @@ NARROW = {
 # have an effect.
 WINDOWS = {r"\w*sliding_window|local_attention": 4}
 MOST = 200_000_000  # the largest number of parameters of a copy; the copy of Qwen3-30B-A3B has 190 million
-# The errors that a model may raise if it runs only with its own attention.
+# Errors which tell that a copy does not run. (Some models run only with their own attention.)
 FAILURES: tuple[type[Exception], ...] = (
     ArithmeticError,
     AssertionError,
@@ -70,7 +71,7 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     if asked == NAME:
         check_model(type(module), module.config)
     elif getattr(config, FIELD, None) is not None and asked in ("sdpa", "eager"):
-        # Refuse a submodel whose config has a pattern if the larger model chose an attention other than NAME for it.
+        # Refuse a model whose config has a pattern if the user or a larger model chose an attention other than NAME.
         raise ValueError(
             f"{type(module).__name__} would have attn_implementation={asked!r}, and its config has a pattern. Pass "
             f"attn_implementation={NAME!r} (or {{'text_config': {NAME!r}}} for that part of a larger model), or set "
@@ -81,7 +82,7 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
 def attend_seen(
     module: nn.Module, query_BHMD: Tensor, *args: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """`attend` for tiny copies, which also sets the attribute SEEN of the calling module to the number of rows."""
+    """Set the attribute SEEN of the calling module to the number of rows, then call `attend`. For tiny copies."""
     setattr(module, SEEN, query_BHMD.shape[2])
     return attend(module, query_BHMD, *args, **options)
 
@@ -188,7 +189,10 @@ class UnfitError(ValueError):
 
 
 def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
-    """The result of `_check_copy` for the first of `kinds` with a copy that runs. Raises ValueError if no copy runs."""
+    """Return the result of `_check_copy` for the first class in `kinds` whose copy runs.
+
+    Raises ValueError if no copy runs.
+    """
     first: Exception | None = None
     for kind in kinds:
         try:
@@ -215,8 +219,8 @@ def _check_copy(name: str, model: Any) -> bool:
     whole, modules = _trace(model, SEEN), dict(model.named_modules())
     callers = {at: module for at, module in modules.items() if hasattr(module, SEEN)}
     other = _past_ours(model, callers)
-    # Find an attention module that does not call our attention. (`callers` are the modules that call it.) Such a module
-    # neither contains a caller nor lies inside one.
+    # `callers` are the modules that call our attention. Find an attention module that is no caller, contains no caller,
+    # and lies inside no caller.
     if other is None:
         inside = tuple(f"{caller}." for caller in callers)
         named = [
@@ -270,7 +274,7 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
     before = _trace(model, ALONE)
     for after in (_trace(model, ALONE, place) for place in PLACES):
         for at, (given, output) in before.items():
-            # Skip a module that is missing in `after`, such as an expert that ran for the unchanged input only.
+            # Skip a module that did not run for the changed input (`after`). Experts run for some inputs only.
             if at in after and meet(output, after[at][1]) and not meet(given, after[at][0]):
                 return at
     return None
@@ -333,7 +337,7 @@ def first_tensor(nested: Any) -> Tensor | None:
 def tiny_copy(kind: type, config: Any) -> Any:
     """A small model of this class, with random weights.
 
-    The copy has at most 4 heads, with the model's head dim. Sizes that NARROW names are at most the values in NARROW.
+    The copy has at most 4 heads, with the model's head dim. NARROW limits other sizes.
     """
     config = copy.deepcopy(config)
     heads, hidden = (
@@ -366,7 +370,8 @@ def tiny_copy(kind: type, config: Any) -> Any:
     model._apply(lambda x: torch.empty_like(x, device="cpu") if x.is_meta else x)
     # Seed only the CPU's random generator, because `for_copies` does not restore the generators of GPUs.
     torch.default_generator.manual_seed(0)
-    for parameter in model.parameters():  # from_pretrained does not initialise parameters
+    # Set all parameters, because inside from_pretrained a new model's parameters have no values yet.
+    for parameter in model.parameters():
         parameter.normal_(
             std=parameter[0].numel() ** -0.5
         ) if parameter.dim() > 1 else parameter.uniform_(0.5, 1)

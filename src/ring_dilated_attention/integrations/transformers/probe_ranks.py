@@ -108,7 +108,8 @@ class Recording(ContextParallel):
 class Replaying(Recording):
     """The ContextParallel of a rank with one half of the input.
 
-    `attend` computes nothing, but returns this rank's half of the output that `whole` recorded.
+    whole: the Recording of the whole input. `attend` computes nothing, but returns this rank's half of the output that
+        was recorded.
     """
 
     def __init__(self, rank: int, whole: Recording) -> None:
@@ -132,7 +133,7 @@ class Replaying(Recording):
 
 
 class OtherRowsError(Exception):
-    """Raised if a rank's attention receives rows other than this rank's half of the rows on one device."""
+    """Raised if the input of attention or `unshard` on a rank is not this rank's half of the input on one device."""
 
 
 def attend_replayed(
@@ -190,8 +191,7 @@ def _run(
 ) -> tuple[dict[str, Tensor], Any]:
     """Run the model. Returns two things: the first output tensor of each module, by name, and the model's output.
 
-    Modules come in the order in which they finish. The model's output is None if its attention received different rows
-    than on one device.
+    Modules come in the order in which they finish. The model's output is None if an OtherRowsError was raised.
     """
     outputs: dict[str, Tensor] = {}
 

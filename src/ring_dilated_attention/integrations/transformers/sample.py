@@ -14,8 +14,8 @@ from .attention_function import find_borders
 IGNORED_LABEL = -100  # transformers and torch ignore this label
 # Values of `loss_type` for losses that compare a position with its own label, not with the next position's label.
 TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
-# Arguments that are not passed on to the forward of a shard, because `ShardedForward` passes other values, because
-# cu_seq_lens_q says the same, or because the argument does not apply to a shard.
+# Arguments that are not passed on to the forward of a shard: `ShardedForward` passes a value of its own, or the
+# argument follows from cu_seq_lens_q, or the argument has no meaning for a shard.
 DROPPED = {
     "attention_mask",
     "cu_seq_lens_q",
@@ -97,7 +97,7 @@ def whole_sample(model: Any, parallel: ContextParallel, arguments: dict[str, Any
 
 
 def label_shift(model: Any) -> int:
-    """1 if the model's loss compares a position with the next position's label, 0 if with the position's own label.
+    """1 if the logits at a position predict the next position's label, 0 if they predict the position's own label.
 
     Raises ValueError if the model's loss is not a sum over positions.
     """

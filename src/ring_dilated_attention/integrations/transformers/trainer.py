@@ -88,10 +88,10 @@ class SameSample:
         )
 
     def _evaluated(self, loader: Any) -> Any:
-        """The loader. Raises ValueError if its last batch would be smaller than the batches before.
+        """Return the loader. Raises ValueError if the loader's last batch would be smaller than the batches before.
 
-        Trainer would give such a last batch a wrong weight in the mean, because it counts samples as if the ranks of a
-        group had different samples.
+        Trainer would give such a last batch a wrong weight in the mean loss, because Trainer counts samples as if the
+        ranks of a group had different samples.
         """
         if (
             self._sharded().parallel.world_size > 1
