@@ -1,6 +1,6 @@
 """Where packed documents begin and end in a sequence, and which rows of the sequence each rank holds.
 
-The ranks agree on both once per forward. All layers of the model then use the result.
+Once per forward the ranks agree on the documents and on the rows. All layers of the model then use the result.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,10 @@ from ..ranks.ranks import ALONE
 
 @dataclass(frozen=True)
 class Documents:
-    """The borders of packed documents in the whole sequence, the shards of all ranks, and the shard of this rank."""
+    """Packed documents in a sequence that ranks share.
+
+    borders: the documents' borders in the whole sequence. shards: the shards of all ranks. shard: this rank's shard.
+    """
 
     borders: tuple[int, ...]
     shards: tuple[Shard, ...]
@@ -26,7 +29,7 @@ class Documents:
 
     @property
     def last_rows(self) -> list[int]:
-        """The indices of those rows of this rank's shard that are the last row of a document."""
+        """The rows of this rank's shard that are the last of a document, as indices into the shard."""
         rows = []
         for row, (start, stop) in zip(first_rows(self.shard), self.shard, strict=False):
             for end in self.borders:
@@ -51,10 +54,10 @@ def agree_on_documents(
     fields: dict[str, object] | None = None,
     failure: str | None = None,
 ) -> Documents:
-    """Agree with the other ranks on the documents of a call, and return the documents. All ranks must call this.
+    """Agree with the other ranks on the documents of a sequence, and return the documents. All ranks must call this.
 
     Args:
-        call: the name of the call, for errors.
+        call: the name of the model or function that was called, for errors.
         x: this rank's rows, (batch, N, ...). Not read if `failure` is given.
         cu_seqlens: the borders of packed documents in the whole sequence, for a batch of 1.
         fields: other values that must be the same on all ranks, by name.
@@ -84,7 +87,7 @@ def agree_on_documents(
     else:
         borders = (0, total) if total else (0,)
     if parallel is None:
-        # Make the single shard here: with `ranks.shards` torch.compile would warn of the cache of `make_shards`.
+        # Make the single shard here: `ranks.shards` uses an lru_cache, of which torch.compile would warn.
         shards: tuple[Shard, ...] = ((Span(0, total),) if total else (),)
     else:
         shards = ranks.shards(lengths, None if packed is None else borders)
@@ -92,7 +95,7 @@ def agree_on_documents(
 
 
 def why_not_dense(**tensors: Any) -> str | None:
-    """None if all arguments are dense tensors with data, else a text that says which argument is not, and why."""
+    """Which argument is not a dense tensor with data, and why, as a text. None if all arguments are such tensors."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             return f"{name} must be a tensor, got {type(x).__name__}"

@@ -27,7 +27,8 @@ from .sampling import Sampling, generate
 from .saved_run import check_whole, newest_checkpoint
 
 IGNORED_LABEL = -1
-HEAD_STD = 0.02  # standard deviation: small, so that an untrained model has similar logits
+# The standard deviation is small, so that an untrained model gives all tokens similar logits.
+HEAD_STD = 0.02
 
 
 class FeedForward(nn.Module):
@@ -96,8 +97,8 @@ class LongNetLM(nn.Module):
     """A language model: tokens (B, N) to logits (B, N, V). Under `parallel` N is the length of this rank's shard.
 
     Under `parallel` do not take the mean of a loss over each rank's logits. Ranks may hold different numbers of labels.
-    Then the mean of the ranks' means is wrong, and so is the gradient that DDP and FSDP2 average. Call `loss`, or pass
-    to `parallel.mean_loss` the sum of this rank's losses and their number.
+    Then the mean of the ranks' means is not the mean over all labels, and DDP and FSDP2 compute a wrong gradient. Call
+    `loss`, or pass to `parallel.mean_loss` the sum of this rank's losses and the number of this rank's labels.
 
     Args:
         activation_checkpointing: keep only each block's input and attention output. Backward recomputes other tensors.
@@ -177,7 +178,7 @@ class LongNetLM(nn.Module):
 
         Args:
             caches: a cache for each layer, as `make_caches` returns them.
-            lengths: (B,) how many of its N tokens each batch entry appends. The tokens after these are padding.
+            lengths: (B,) how many tokens each batch entry appends. The later tokens of the entry are padding.
         """
         if len(caches) != len(self.blocks):
             raise ValueError(
@@ -210,11 +211,11 @@ class LongNetLM(nn.Module):
             tokens: (B, N), or a list of prompts of different lengths. A prompt has at least one token.
             max_new_tokens: the number of tokens to draw for each prompt.
             temperature: divides the logits. 0 takes the likeliest token.
-            seed: an integer of 64 bits; None takes a seed from torch. Prompt b gets the same tokens as a call with
-                prompt b alone and seed=seed + b.
+            seed: an integer of 64 bits; None takes a seed from torch. Prompt b gets the same tokens
+                as in a call with only this prompt, and with the seed `seed + b`.
             stop: tokens that end a row. After such a token the row gets STOPPED (-1) until all rows have ended.
             caches: a cache for each layer, as `make_caches` returns them; by default new caches. Caches may hold
-                earlier tokens. Afterwards they also hold each row's prompt, and all tokens drawn for it but the last.
+                earlier tokens. Afterwards they also hold each row's prompt and all but its last drawn token.
 
         Raises:
             ValueError: before the first token, for bad arguments. At any token, for logits that are NaN or inf.
@@ -362,7 +363,7 @@ def shift_left(
         shard = shards[ranks.rank]
         with ranks.all_or_none():
             # A shard consists of spans (runs of consecutive positions). Send the first integer of each span of this
-            # rank to all ranks: the position before the span needs this integer, and may be on any rank.
+            # rank to all ranks. The position before a span needs this integer, and any rank may hold that position.
             record = torch.zeros(max(2, *map(len, shards)), batch, dtype=torch.int64, device="cpu")
             for first_B, row, _ in zip(record, first_rows(shard), shard, strict=False):
                 first_B.copy_(x[:, row])
@@ -371,7 +372,7 @@ def shift_left(
     for spans, record in zip(shards, records, strict=True):
         for span, first_B in zip(spans, record, strict=False):
             firsts[span.start] = first_B
-    shifted = x.roll(-1, dims=1)  # wrong only at the last position of each span
+    shifted = x.roll(-1, dims=1)  # the loop below corrects the last position of each span
     for row, span in zip(first_rows(shard), shard, strict=False):
         last = row + span.stop - span.start - 1
         shifted[:, last] = firsts[span.stop].to(x) if span.stop in firsts else fill

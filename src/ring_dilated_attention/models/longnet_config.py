@@ -22,7 +22,9 @@ OF_A_RUN = (
 
 @dataclass(frozen=True)
 class LongNetConfig:
-    """The settings of a `LongNetLM`: they decide its parameters and its function. Its `asdict` can be saved as JSON.
+    """The settings that decide the parameters and the function of a `LongNetLM`.
+
+    `dataclasses.asdict(config)` can be saved as JSON.
 
     Args:
         segment_lengths, dilation_rates, window, phase, heads: as in `DilatedPattern`; a language model's pattern is

@@ -25,8 +25,9 @@ from .torchscale.networks import LongNetEncoder
 
 DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
-FEWEST_CROWDED = 16  # with fewer tiles `crowded` does not warn: they may rightly lie in few cells
-# This limits a square slide to 2**62 tiles, which is the longest segment that a pattern accepts.
+# `crowded` does not warn of slides with fewer tiles, because a few tiles may truly lie in few cells.
+FEWEST_CROWDED = 16
+# So a square slide has at most 2**62 tiles, and its longest segment has at most 2**62 positions, as a pattern requires.
 MOST_TILES_OF_A_SIDE = 2**31
 
 
@@ -100,7 +101,8 @@ class LongNetViT(nn.Module):
         slide_ngrids: the number of grid cells along each axis. Coordinates go from 0 to slide_ngrids * tile_size.
         tile_size: the distance from one tile to the next, in the units of the coordinates.
         segment_lengths, dilation_rates: the branches. `segment_lengths_for` returns the published segment lengths.
-        global_pool: return the mean of the tiles, not the class token, which GigaPath's pretraining did not train.
+        global_pool: return the mean of the tiles instead of the class token. (GigaPath's pretraining did not train the
+            class token.)
         padding: "torchscale" includes in the softmax the rows of zeros with which torchscale fills up segments. The
             published weights need these rows. "exact" leaves the rows of zeros out.
         parallel: the ranks that share each slide. Each rank holds a contiguous shard of the slide's tiles, as

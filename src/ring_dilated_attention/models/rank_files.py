@@ -1,4 +1,4 @@
-"""Reads checkpoints to which each rank wrote a part, from safetensors files, never from a pickle.
+"""Reads checkpoints of safetensors files: one file, or one file from each rank. Never reads a pickle.
 
 Any number of ranks can read such a checkpoint. torch.distributed.checkpoint finds the parts that a rank needs, without
 messages between ranks.
@@ -22,12 +22,12 @@ def read_shards(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tenso
     found = {name: torch.empty_like(x, requires_grad=False) for name, x in like.items()}
     reader = HuggingFaceStorageReader(str(checkpoint))
     try:
-        reader.read_metadata()  # raise errors here, because `load` would also log a traceback
+        reader.read_metadata()  # find errors before `load`, which would also log a traceback
     except Exception as error:  # a damaged header may raise any error
         raise ValueError(f"{checkpoint} cannot be read: {type(error).__name__}: {error}") from error
     try:
         with warnings.catch_warnings():
-            # Ignore torch's warning that `load` is not distributed, which is what no_dist=True asks for.
+            # Ignore torch's warning that `load` is not distributed: no_dist=True asks for such a `load`.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load(dict(found), storage_reader=reader, no_dist=True)
     except CheckpointException as error:

@@ -1,7 +1,7 @@
 """Saves memory: the forward keeps fewer tensors, and backward computes the dropped tensors again.
 
-Two kinds of tensors are dropped: those that layers compute, except the results of attention (`run_layer`), and the
-logits of a loss (`sum_in_slices`).
+`run_layer` drops the tensors that a layer computes, except the results of attention. `sum_in_slices` drops the logits
+of a loss.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from ..attention import save_attention
 # The loss computes about this many logits at a time, because all (N, V) logits of a long shard would take too much
 # memory.
 LOSS_SLICE_LOGITS = 2**20
-# A slice has at least this many rows, because each slice adds a (V, E) gradient to the gradient of `head`, so that many
-# small slices would be slow.
+# A slice has at least this many rows. Many small slices would be slow, because each slice adds a (V, E) gradient to the
+# gradient of `head`.
 LOSS_SLICE_ROWS = 1024
 
 

@@ -1,4 +1,4 @@
-"""Draws tokens from a language model, which reads tokens through caches.
+"""Draws tokens from a language model. The model keeps keys and values of earlier tokens in caches.
 
 Shape suffixes: B batch, N positions, E embedding, V vocabulary, S tokens that end a row.
 """
@@ -132,8 +132,9 @@ def prefill(
 ) -> Tensor:
     """Append prompts to the caches, PREFILL_SLICE tokens at a time.
 
-    lengths: the number of tokens of each prompt. The tokens after these in a row of tokens_BN are padding. Returns the
-    hidden state of each prompt's last token, (B, E).
+    lengths: the number of tokens of each prompt. The later tokens of the prompt's row in tokens_BN are padding.
+
+    Returns the hidden state of each prompt's last token, (B, E).
     """
     last: dict[int, Tensor] = {}
     for start in range(0, max(lengths), PREFILL_SLICE):

@@ -89,8 +89,8 @@ def load_slide_encoder(
         max_wsi_size, tile_size: as for `segment_lengths_for`. They cannot be read from the weights.
 
     Raises:
-        ValueError: if the weights are not those of a published size. (The number of heads cannot be read from weights.
-            It is known only for published sizes.) Also if some weights are not finite.
+        ValueError: if some weights are not finite, or if the weights are not those of a published size. (Weights do
+            not tell the number of heads, so only published sizes can be loaded.)
     """
     weights = read_weights(path)
     names = {(1, 1, size.embed_dim): name for name, size in PUBLISHED.items()}

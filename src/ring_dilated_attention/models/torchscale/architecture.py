@@ -44,8 +44,8 @@ class TorchscaleConfig:
             pattern pass a `DilatedPattern` as segment_lengths, no dilation_rates, and padding="exact".
         normalize_output: whether there is a LayerNorm after the last layer. GigaPath's encoders have this LayerNorm,
             and LongViT's encoder has none.
-        padding: torchscale fills up segments with rows of zeros, which take part in the softmax. "torchscale" counts
-            these rows, as published weights need. "exact" leaves these rows out: choose it for an encoder that you
+        padding: torchscale fills up segments with rows of zeros, which take part in the softmax. "torchscale" includes
+            these rows, which published weights need. "exact" leaves these rows out: choose it for an encoder that you
             train from scratch.
     """
 

@@ -77,8 +77,8 @@ def zero_rows(
 ) -> list[BranchCall]:
     """Split a pattern into calls of `dilated_attention`, and count the zero rows that queries attend to in each call.
 
-    Returns the calls for one sequence, which all layers of a model can use. like: a tensor with the dtype and the
-    device of the queries.
+    The returned calls are for one sequence, and all layers of a model can use them. like: a tensor with the dtype and
+    the device of the queries.
     """
 
     def call_of(
@@ -132,7 +132,8 @@ def torchscale_attention(
 
     The output is torchscale's, with one exception: torchscale drops a branch whose lse rounds to 0. In float32 this
     happens where a query attends to one zero row, and the query's other scores are all below about -17. The gradient is
-    the exact derivative of the forward. torchscale's gradient is not: it treats the branches' weights as constants.
+    the exact derivative of the forward. torchscale's gradient is not exact, because torchscale treats the branches'
+    weights as constants.
 
     The arguments parallel and return_lse, the result and the errors are those of `dilated_attention`.
 
@@ -177,7 +178,7 @@ def torchscale_attention(
 
 
 def pattern_failure(pattern: DilatedPattern) -> str | None:
-    """Why torchscale cannot have this pattern, as a text, or None if torchscale can."""
+    """Why torchscale cannot compute this pattern, as a text. None if torchscale can compute the pattern."""
     if failure := why_no_pattern(pattern):
         return failure
     if pattern.phase == "blocked" and pattern.heads == "all" and pattern.window is None:
@@ -236,8 +237,10 @@ def _pad(x: Tensor, padding: Padding) -> Tensor:
 
 
 def _without_lone_zeros(lse_BPH: Tensor, padding: Padding) -> Tensor:
-    """lse, with -inf at zero rows that attend only to themselves. There lse is 0, and torchscale drops a branch
-    wherever the branch's lse is 0."""
+    """Replace lse by -inf at zero rows that attend only to themselves.
+
+    The lse of such a row is 0, and torchscale drops a branch wherever the branch's lse is 0.
+    """
     segment_length, rate, _ = padding.branch
     if segment_length > rate:
         return lse_BPH
@@ -261,9 +264,9 @@ def _arange(positions: range, device: torch.device | str) -> Tensor:
 
 
 def _merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge the results of several calls: out (B, N, H, D) and lse (B, N, H) over the keys of all calls.
+    """Merge the results of several calls into out (B, N, H, D) and lse (B, N, H), as if one call had all keys.
 
-    `run.merge` does the same in place, which autograd cannot differentiate.
+    `merge_` in run/merge.py does the same in place, but autograd cannot differentiate `merge_`.
     """
     if len(outs) == 1:
         return outs[0], lses[0]
@@ -281,7 +284,7 @@ class CutAnew(torch.autograd.Function):
     """Moves rows between ranks, from shards with the borders `before` to shards with the borders `after`.
 
     forward on rank c:    x (B, before[c + 1] - before[c], ...) -> y (B, after[c + 1] - after[c], ...)
-    backward on rank c:   dy -> dx, by the move back; 0 at positions that no rank holds after the forward
+    backward on rank c:   dy -> dx, by moving rows back; dx is 0 at positions that no rank holds after the forward
     """
 
     @staticmethod
