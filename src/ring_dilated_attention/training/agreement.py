@@ -3,7 +3,8 @@
 Ranks of `rda train --ranks` connect through a file in the launcher's folder. Ranks under torchrun or srun connect
 through the address that they receive.
 
-If one rank gets an error that the user can fix, all ranks raise an error. The first rank of each launcher reports it.
+If one rank gets an error that the user can fix, all ranks raise an error. The first rank of each launcher reports the
+reason.
 """
 
 import json
@@ -46,13 +47,15 @@ def join_ranks(folder: Path | None, timeout: timedelta) -> None:
 
 
 def store_of_launcher(rank: int, num_ranks: int) -> dist.Store:
-    """The key-value store through which the ranks connect under torchrun or srun. Entries of earlier starts are hidden.
+    """The key-value store through which the ranks connect under torchrun or srun.
 
     torchrun may start failed ranks again. torch 2.13 keeps the same store after a restart, with the addresses of ranks
-    that have ended. So the name of each entry begins with the number of the start.
+    that have ended. So the name of each entry begins with the number of restarts, and ranks read only entries that were
+    written since the last restart.
 
-    With several torchruns (one on each host) the numbers may differ, because each torchrun counts only its own
-    restarts. So several torchruns need a new store for each start. Raises a ValueError that says how to get new stores.
+    With several torchruns (one on each host) these numbers may differ, because each torchrun counts only its own
+    restarts. Then each start needs a new store. If torchrun would keep its store, a ValueError says how to get new
+    stores.
     """
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_torchruns and are_by_torchrun() and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":

@@ -1,7 +1,7 @@
 """The document of a run: the bytes of its files, one after the other.
 
-The last bytes of the document are held out for scoring. Each step reads windows of the bytes before them. This module
-imports no torch.
+The last bytes of the document are held out for scoring. Each step reads windows of the other bytes. This module imports
+no torch.
 """
 
 import hashlib

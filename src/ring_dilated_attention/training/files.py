@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MOST_BYTES = 2**28  # the most bytes of a file that are read to learn who made it
+MOST_BYTES = 2**28  # to learn who made a file, read at most this many of its bytes
 HEAD_BYTES = 4096  # each file of a run has the run's name in its first HEAD_BYTES bytes
 
 

@@ -1,4 +1,4 @@
-"""The training loop. Every rank runs it, even one whose shard is empty. Only the first rank writes."""
+"""The training loop. Every rank runs the loop, even a rank whose shard is empty. Only the first rank writes metrics."""
 
 import math
 import time
@@ -28,7 +28,8 @@ from .scoring import gzip_bits_per_byte, held_out_bits_per_byte
 from .stop_request import StopRequest
 
 NATS_PER_BIT = math.log(2)
-NUM_EVALUATIONS = 5  # how many times a run is scored on the held-out bytes, its end included
+# A run is scored on the held-out bytes at most this many times. The last time is at the end of the run.
+NUM_EVALUATIONS = 5
 CLIP_NORM = 1.0  # larger gradients are scaled down to this norm
 WEIGHT_DECAY = 0.1  # the weight decay of matrices; vectors are not decayed
 
@@ -285,7 +286,7 @@ def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> 
 
 
 def trained_on(parallel: ContextParallel) -> dict[str, Any]:
-    """What a record says about the machine and about each rank. It is the same on every rank."""
+    """What a record says about this rank's machine and about all ranks. All ranks must call this function."""
     return {
         "hardware": hardware() | {"threads_per_rank": torch.get_num_threads()},
         "versions": versions(),

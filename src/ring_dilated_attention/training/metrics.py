@@ -55,7 +55,7 @@ class Metrics(AbstractContextManager["Metrics"]):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self.file is None:
             return
-        with suppress(OSError):  # ignore a full disk, because `add` has raised its error already
+        with suppress(OSError):  # ignore the error of a full disk, which `add` has raised already
             self.file.close()
         # Delete the metrics of a run that fails before its first checkpoint, because that run cannot be resumed.
         # Otherwise the file would be in the way of the next run.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..models.longnet_config import LongNetConfig
 from .machine import multiplies_bfloat16
 
-MOST_SEQUENCES = 2**20  # the most sequences of one step: they are joined one by one
+MOST_SEQUENCES = 2**20  # the most sequences of one step, because a step joins them one by one
 MOST_LAYERS = 10_000  # the most layers, because each layer takes time and memory
 LONGEST = 2**40  # the longest segment, and the largest dilation rate
 MAX_INT64 = 2**63 - 1  # the largest integer of 64 bits, and the largest size or stride of a tensor

@@ -97,7 +97,8 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_s
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.disable(logging.WARNING)  # hide torch's line about each signal to the ranks
+    # Hide the line that torch logs when it sends a signal to a rank.
+    logging.disable(logging.WARNING)
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(num_ranks)))
     # Set how long torch waits before it kills ranks. torch before 2.12 does not read this variable, and waits 30 s.
     os.environ.setdefault(SECONDS_TO_SAVE, str(seconds_to_save))

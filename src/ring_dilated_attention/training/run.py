@@ -88,8 +88,8 @@ def initial_state(run: Run) -> dict[str, Any]:
 
 
 def fingerprint(run: Run) -> dict[str, str]:
-    """What must be the same on all ranks, as texts by name. The document is compared by its content, not by its
-    path."""
+    """The values that must be the same on all ranks, by name, as texts. The document is compared by its content, not by
+    its path."""
     fields = {
         flag(name): str(value)
         for name, value in asdict(run.hyperparameters).items()

@@ -71,10 +71,9 @@ def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
 
 
 def gzip_bits_per_byte(document: Document) -> float:
-    """The bits per byte that gzip needs for the held-out bytes as one stream. Users compare it with a model's bits per
-    byte.
+    """The bits per byte that gzip needs for the held-out bytes as one stream.
 
-    gzip looks back at most 32 KiB.
+    Users compare a model's bits per byte with this number. gzip looks back at most 32 KiB.
     """
     held_out = document.content[document.num_train :]
     return 8 * len(gzip.compress(held_out, 9, mtime=0)) / len(held_out)

@@ -22,8 +22,8 @@ def sharded_model(
         model = LongNetLM(
             config, parallel=parallel, activation_checkpointing=activation_checkpointing
         )
-    # Draw the random numbers that an uncut model draws before it resets its parameters, so that the parameters are the
-    # same with and without --fsdp.
+    # Before `reset_parameters` an uncut model has drawn random numbers. Draw these numbers here too, so that the
+    # parameters are the same with and without --fsdp.
     nn.Embedding(config.vocab_size, config.embed_dim)
     for _ in model.blocks:
         LongNetBlock(config, parallel, "auto")
@@ -35,9 +35,9 @@ def sharded_model(
     for block in model.each_block():
         model.reset_block(block.to_empty(device="cpu"))
         fully_shard(block, mesh=mesh)
-    # Set reshard_after_forward. Otherwise, after a `loss` without a backward, every rank would keep the gathered
-    # parameters outside of blocks.
+    # Set reshard_after_forward. Otherwise, after a `loss` without a backward, every rank would keep the embedding, the
+    # last LayerNorm and the head whole.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    # Let `loss`, like `forward`, gather the parameters outside of blocks.
+    # Let `loss`, like `forward`, gather the embedding, the last LayerNorm and the head.
     register_fsdp_forward_method(model, "loss")
     return model
