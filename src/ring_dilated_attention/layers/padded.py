@@ -43,8 +43,8 @@ class ValidRows:
 
 
 class AllRows:
-    """All rows of a padded batch, packed. Compiled code uses this class, because unlike in `ValidRows` no shape depends
-    on the mask.
+    """All rows of a padded batch, packed. Compiled code uses this class instead of `ValidRows`, because here no shape
+    depends on the mask.
 
     Each batch entry becomes two documents: its valid positions, and its padding, set to zero. Each entry gets one more
     position of padding, because no document may be empty.
