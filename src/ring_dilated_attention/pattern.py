@@ -50,7 +50,7 @@ class Branch(NamedTuple):
         return seen & (key <= query) if is_causal else seen
 
     def window_reach(self, *, is_causal: bool) -> int:
-        """How many positions a window reaches back, and, if it is not causal, forward."""
+        """How many positions a window reaches back. If it is not causal, it reaches equally far forward."""
         return self.segment_length - 1 if is_causal else self.segment_length // 2
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class DilatedPattern:
             causal pattern a query attends to the last `window` positions, including its own (Mistral, Gemma). Otherwise
             it attends to all positions at most `window // 2` away (ModernBERT).
         is_causal: whether a query attends only to its own and earlier positions.
-        phase: the rule for which phase head h of H heads reads. "modulo": phase h mod r, as in the paper. "blocked":
+        phase: the rule that gives head h of H heads its phase. "modulo": phase h mod r, as in the paper. "blocked":
             phase h // ceil(H / r), as in torchscale.
         heads: "all" runs every branch on every head (LongNet). "split" cuts the heads into contiguous groups of
             near-equal sizes, as torch.tensor_split does, and runs branch i on group i only. All heads of group i read
@@ -153,8 +153,8 @@ class DilatedPattern:
         """The pattern as a JSON string, from which `from_text` makes the pattern again. PyTorch's custom ops take
         strings, but not patterns.
 
-        The text is not a field, because FSDP copies a dataclass in a module's inputs by a call of the constructor with
-        all fields, and the constructor takes no text.
+        The text is not a field. FSDP copies a dataclass in a module's inputs: it calls the constructor with all fields
+        as arguments, and the constructor takes no text.
         """
         return json.dumps(self.as_dict())
 
@@ -200,16 +200,16 @@ class DilatedPattern:
 
         If a branch has more phases than there are heads, some phases are read by no head. `explain` lists these phases.
 
-        Where a long segment starts, usually a segment of every branch with shorter segments starts too. In a causal
-        pattern, a query right after such a start attends to few keys. With a `window` it also attends to keys before
-        the start.
+        The start of a long segment is usually also the start of a segment in every branch with shorter segments. In a
+        causal pattern, a query right after such a start attends to few keys. With a `window` this query also attends to
+        keys before the start.
 
         Args:
             max_len: the longest segment length; a longer sequence has several such segments.
             first_length: w_0, the segment length of the branch at rate 1. If first_length >= max_len, the pattern has
                 only this branch.
-            ratio: a, the common ratio of lengths and rates. The last length is cut to max_len, but the rate of the last
-                branch is not.
+            ratio: a, the common ratio of lengths and rates. The last length is cut to max_len. The last rate is a power
+                of `a` even then.
             window, is_causal, phase, heads: as in `DilatedPattern`.
 
         Raises:
@@ -288,8 +288,9 @@ class DilatedPattern:
     ) -> HeadGroups:
         """The query heads that run a branch, cut into as few strided views as possible.
 
-        Heads that read the same phase form one view. So do heads that read consecutive phases (a diagonal): the view's
-        first row is one position later for each head. If query heads share key/value heads, there are no diagonals.
+        Heads that read the same phase form one view. Heads that read consecutive phases form one view too, a diagonal:
+        the first row of each head is one position after the first row of the previous head. If query heads share
+        key/value heads, there are no diagonals.
 
         Args:
             held: the query heads of the layer that the tensors hold (tensor parallelism); None for all. Of the query
@@ -345,8 +346,9 @@ class DilatedPattern:
             sum over branches (w, r), key/value heads and the phases s that their query heads read
                 of ceil((min(w, max_len) - s) / r)
 
-        Each term of the sum is the size of one buffer. The buffer holds the rows of one branch, key/value head and
-        phase to which the current or a later query can still attend. The size does not grow with the sequence.
+        Each term of the sum is the size of one buffer. A buffer belongs to one branch, one key/value head and one
+        phase. It holds the rows to which the current or a later query can still attend. The size does not grow with the
+        sequence.
 
         Args:
             max_len: the length of the longest sequence; None if that length is not known.
@@ -369,7 +371,8 @@ class DilatedPattern:
     def without_keys(self, num_heads: int, lengths: Sequence[int] | None = None) -> tuple[int, int]:
         """How many (query, head) pairs attend to no key, and how many pairs were checked.
 
-        A query attends to no key if in no branch its position has the phase that the head reads. Its out is then 0.
+        In a branch, a query attends to keys only if its position has the phase that the head reads. A query that
+        attends to no key in any branch has out = 0.
 
         Args:
             lengths: the lengths of the documents. The default is one document, as long as the period of the pattern.

@@ -1,7 +1,7 @@
 """The call `dilated_attention`. It checks its inputs, makes sure that all ranks make the same call, and runs the call.
 
-Forward, backward and appending to a cache are custom ops, which torch.compile does not trace. An op receives its
-tensors directly, and most of its other arguments encoded in one string (`Call.text`).
+Forward, backward and appending to a cache are custom ops, which torch.compile does not trace. An op takes tensors, and
+a string (`Call.text`) that encodes most of the other arguments.
 
 B batch, N positions, H query heads, G key/value heads, D head dim.
 """
@@ -65,7 +65,8 @@ def dilated_attention(
 
         out[i] = softmax_j(q_i k_j * scale + log M[h, i, j]) v_j
 
-    If a query attends to no key in any branch, its out is 0 and its lse is -inf (with `sinks`, the logit of its head).
+    If a query attends to no key in any branch, its out is 0 and its lse is -inf. With `sinks` its lse is the logit of
+    its head.
 
     Args:
         query: (B, N, H, D), float64, float32, bfloat16 or float16. Under `parallel` this rank's rows.
@@ -87,15 +88,15 @@ def dilated_attention(
             dilation rate r a head reads one of every r positions. Which one depends on the head's number in the layer.
         cache: a `DilatedCache`, which holds the rows of earlier calls. This call appends its N rows at
             `cache.position`, and has no gradient.
-        lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. The rows after these are
-            padding, and get the out and lse of a query that attends to no key.
+        lengths: (B,) integers, only with a cache: how many of its N rows each batch entry appends. The rows after these
+            are padding. A padding row gets the out and lse of a query that attends to no key.
 
     Returns:
         out (B, N, H, D) in the input's dtype, or (out, lse) with lse (B, N, H) in float32 (float64 for float64).
 
     Raises:
-        ValueError: for inputs that do not fit, on every rank of `parallel`, before anything is sent.
-        ExchangeError: if another rank dies or does not make the call, within the timeout of `parallel`.
+        ValueError: for inputs that do not fit. Under `parallel` every rank raises it, before anything is sent.
+        ExchangeError: if another rank dies or does not make the call. The error comes within the timeout of `parallel`.
         TypeError: for any other keyword argument. For an argument of torch's attention, such as `is_causal`, the error
             says what to pass instead.
         NotImplementedError: for second derivatives, and for derivatives by torch.func (`grad`, `vjp`, `jvp`).
@@ -118,7 +119,7 @@ def dilated_attention(
         )
         check_cache(cache, call, query, key, parallel, cu_seqlens, lengths)
         query, key, value = map(with_unit_stride, rows)
-        # Do not warn if cu_seqlens is passed, because the borders state the length of the sequence.
+        # Do not warn if cu_seqlens is passed: its last border says that these positions are the whole sequence.
         if parallel is None and cache is None and cu_seqlens is None:
             warn_of_forgotten_parallel(query.shape[1])
     except Exception as error:
@@ -148,7 +149,8 @@ def dilated_attention(
             cache.plan.keep,
         )
     else:
-        # Call `append` without the op `_append`: with a short cache the op's overhead is a quarter of a token's time.
+        # Call `append` and not the op `_append`. With a short cache, the op's overhead would be a quarter of the time
+        # that a token takes.
         out, lse = append(
             cache.plan,
             call.backend,
@@ -187,7 +189,7 @@ def _ranks(call: Call) -> Ranks:
 def _run_forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, call: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and the `ForwardState` that the backward will need, as a CPU tensor. call: the text of a `Call`."""
+    """Return out, lse, and a CPU tensor that holds the `ForwardState` for the backward. call: the text of a `Call`."""
     arguments = Call.from_text(call)
     out, lse, state = _ranks(arguments).forward(arguments, query, key, value, cu_seqlens)
     return out, lse, state.tensor
@@ -260,9 +262,11 @@ def _append(
     query: Tensor, key: Tensor, value: Tensor, memory: Tensor, progress: Tensor, lengths: Tensor | None,
     call: str, max_len: int | None, keep: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`append` as an op for compiled code: `memory` is written in place, and one graph serves tokens at any position.
+    """`append` as a custom op, which compiled code calls. The op reads the position from `progress`, so one compiled
+    graph works at every position.
 
-    call: the text of a `Call`. Returns out and lse of the appended rows.
+    memory, progress: of the cache, written in place. call: the text of a `Call`. max_len, keep: of the cache's plan.
+    Returns out and lse of the appended rows.
     """
     arguments = Call.from_text(call)
     num_kv_heads = arguments.num_kv_heads(key.shape[2])

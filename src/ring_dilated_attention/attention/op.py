@@ -22,8 +22,8 @@ def define_op(
     `torch.library.custom_op` tells dynamo not to trace the function. For that it imports torch._dynamo at the first
     call, which takes a second or two. The op defined here tells dynamo only if torch._dynamo is already imported.
     """
-    # Holds at most one entry: `function`, marked so that dynamo does not trace it. (functools.cache would do the same,
-    # but dynamo would warn of it.)
+    # Either empty, or a list with one function: `function`, marked so that dynamo does not trace it. (If
+    # functools.cache took the place of the list, dynamo would give a warning.)
     untraced: list[Code] = []
 
     def run(*args: Any) -> Any:

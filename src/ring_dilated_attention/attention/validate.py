@@ -18,10 +18,10 @@ from ..run.dilated_cache import DilatedCache
 from .op import define_op
 from .sinks import why_no_sinks
 
-# Arguments of torch's scaled_dot_product_attention and flex_attention, and of flash_attn. The value of each says what
-# to do in `dilated_attention` instead.
 _NONE = "torch's kernels have none"
 _SEEN = "the pattern says which keys a query sees, and cu_seqlens separates documents"
+# Maps arguments of other attention functions (torch's scaled_dot_product_attention and flex_attention, flash_attn and
+# others) to what to do in `dilated_attention` instead.
 ARGUMENTS_OF_TORCH = {
     "is_causal": "make the pattern so, DilatedPattern(..., is_causal=True)",
     "causal": "make the pattern so, DilatedPattern(..., is_causal=True)",

@@ -1,7 +1,7 @@
 """Which key and value rows a cache keeps for later queries, and where these rows lie in memory. No torch.
 
 In a branch (w, r) a query at position t attends to rows of its own segment only. So after t positions the cache keeps
-the rows from the start of segment t // w on, and drops the rows of earlier segments.
+the rows of segment t // w, and drops the rows of earlier segments.
 
 A *rolling buffer* holds the rows of one phase. The rows of a phase are numbered 0, 1, ... through all segments. Row c
 is in slot c mod capacity, so a new row overwrites the oldest row. An example, with a capacity of 4:
@@ -91,7 +91,7 @@ class CachePlan:
     num_kv_heads: int
     held: range | None
     max_len: int | None  # the most positions that a sequence may have
-    # `crop` can always remove this many of the newest positions, even if that reopens a segment that was complete
+    # `crop` can always remove this many of the last positions, even if some of them lie in an earlier segment
     keep: int
     buffers: tuple[Buffers, ...]
     of_phase: dict[tuple[int, int], list[Buffers]]  # the entries of `buffers`, by (branch, phase)
@@ -121,19 +121,21 @@ class CachePlan:
     def kept(self, buffers: Buffers, position: int, floor: int = 0) -> range:
         """The numbers of the rows that a buffer keeps once the sequence has `position` positions.
 
-        These are the rows to which the next query attends. `crop` may remove up to `keep` positions, as long as `floor`
-        positions remain. So a buffer also keeps the rows to which the next query would attend after such a crop.
+        A buffer keeps the rows to which the next query attends. It also keeps the rows to which the next query would
+        attend after a `crop`. A crop may remove up to `keep` positions, as long as `floor` positions remain.
         """
         return range(buffers.seen(max(position - self.keep, floor)).start, buffers.before(position))
 
     def floor(self, position: int) -> int:
         """The shortest length to which `crop` can shorten a sequence of `position` positions.
 
-        In each branch `position` lies in a segment. `crop` can shorten the sequence to the latest start of these
-        segments, because all rows from this start on are kept. It can also remove the last `keep` positions.
+        In each branch `position` lies in a segment. All rows from the latest start of these segments are kept, so
+        `crop` can shorten the sequence to this start. `crop` can also remove the last `keep` positions, wherever the
+        start lies.
 
-        A window has no segments. It adds no limit while `position - keep` is below the window's length, because all
-        rows from position 0 on are still kept. For a longer sequence the limit is `position - keep`.
+        A window has no segments. While `position - keep` is below the window's length, the window's buffer keeps the
+        rows of all positions. The window then adds no limit. For a longer sequence the shortest length is `position -
+        keep`.
         """
         # The default 0 is for a pattern without segments: `lengths` is then empty.
         youngest = max((position - position % length for length in self.lengths), default=0)
@@ -248,8 +250,8 @@ def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Til
 
     In a branch with segments, only new queries in the segment of `position` have cached keys.
     """
-    # In the pieces below, `start` and `stop` are not positions. They number the rows of the phase. `row` is the slot of
-    # a cached row, or the index of a new row in the call.
+    # In the pieces below, `start` and `stop` are row numbers (see the top of this file), not positions. `row` is the
+    # slot of a cached row, or the index of a new row in the call.
     seen = buffers.seen(position)
     keys: list[Piece] = []
     number = seen.start
@@ -295,9 +297,10 @@ def check_append(plan: CachePlan, positions: Sequence[int], counts: Sequence[int
 def check_crop(
     plan: CachePlan, positions: Sequence[int], floors: Sequence[int], counts: Sequence[int]
 ) -> None:
-    """Raise ValueError if `crop` cannot remove the last counts[i] of the positions[i] positions of sequence i.
+    """Raise ValueError if `crop` cannot remove the last counts[i] positions of sequence i.
 
-    At least floors[i] positions must remain. With fewer, the next query would need rows that the cache has dropped.
+    Sequence i has positions[i] positions, and at least floors[i] of them must remain. Otherwise the next query would
+    need rows that the cache has dropped.
     """
     for row, (position, floor, count) in enumerate(zip(positions, floors, counts, strict=True)):
         if count < 0 or count > position:

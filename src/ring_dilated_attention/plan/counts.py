@@ -42,8 +42,8 @@ class SegmentShare(NamedTuple):
     """
 
     place: tuple[int, int]  # the branch, and the position at which the segment starts
-    # The sizes of the rank's chunks of this segment, in units of B * D elements. For a window: the size of the one
-    # chunk that the ring carries.
+    # The sizes of the rank's chunks of this segment, in units of B * D elements. For a window: the size of the ring's
+    # only chunk, on every rank of the ring.
     rows: tuple[int, ...]
     # the size of the keys and values that the rank receives from other ranks, in units of B * D elements
     received: int
@@ -92,7 +92,8 @@ class Phases:
     def pairs_within(self, branch: Branch, length: int, *, is_causal: bool) -> int:
         """The number of (query, key) pairs among `length` consecutive positions of a rank.
 
-        The positions are whole segments. For a window they are a part of one document.
+        In a branch with segments, the positions are one or more whole segments. In a window, they are a part of one
+        document.
         """
         total = 0
         for meeting in meetings(branch, length, is_causal=is_causal):
@@ -120,8 +121,9 @@ class Phases:
 
         foreign = 0
         for num_phases, phase in self._alike(chain((length,), *pieces)):
-            # `num_own`: how many rows of the phase this rank owns. `last`: how many rows of the phase, on any rank,
-            # come before the end of this rank's last piece that has such a row.
+            # `num_own`: how many rows of the phase this rank owns. `last`: how many rows of the phase come before the
+            # end of this rank's last piece, rows of other ranks included. (Pieces without a row of the phase are
+            # ignored.)
             num_own = 0
             last = 0
             for start, stop in pieces:
@@ -159,8 +161,8 @@ class Counter:
         self.pattern = job.pattern
         self.borders = job.borders
 
-        # Both lists have an entry for each branch. `queries`: the phase that each query head reads. `keys`: the phases
-        # that are read from each key/value head.
+        # Both lists have an entry for each branch. `queries`: the phase of each query head. `keys`: for each key/value
+        # head, the phases of the query heads that attend to it.
         self.queries: list[Phases] = []
         self.keys: list[Phases] = []
         for branch, (_, rate, _) in enumerate(self.pattern.branches):
@@ -222,7 +224,8 @@ class Counter:
 
 
 class Segment(NamedTuple):
-    """The counts of one segment over all ranks. For a window: of some rows that one rank sends.
+    """The counts of one segment over all ranks. For a window: the counts of one ring, which carries some rows of one
+    rank.
 
     Sizes are in units of B * D elements.
     """

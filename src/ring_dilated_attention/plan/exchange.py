@@ -24,9 +24,8 @@ EXCHANGES = ("ring", "all_gather", "all_to_all")
 
 # Chunks up to this size take less time in one round (all_gather) than in several hops (ring).
 SMALL_CHUNK_BYTES = 64 * 1024
-# Ranks of a ring send while they compute, but ranks that deal heads wait until all tensors have been sent. So
-# all_to_all is chosen only if a rank sends at most 1 / ALL_TO_ALL_SAVING of the bytes that it would receive in the
-# ring.
+# In a ring, ranks send while they compute. In all_to_all, ranks wait until all tensors have been sent. So all_to_all is
+# chosen only if its bytes per rank are at most 1 / ALL_TO_ALL_SAVING of the ring's bytes per rank.
 ALL_TO_ALL_SAVING = 3
 
 
@@ -90,9 +89,11 @@ def dealers(exchange: str, job: Job, inner: int) -> int:
 def dealt(job: Job, size: int, place: int) -> tuple[Job, list[Dealing]]:
     """Plan how groups of `size` neighbouring ranks deal heads. ValueError if heads cannot be dealt.
 
-    Ranks at the same place in their groups get the same heads, and together they have all positions. So these ranks run
-    one job on these heads, in which each shard has the positions of one group. Returns the job of the ranks at `place`,
-    and a list with the Dealing of each group's rank at `place`.
+    After the exchange a rank has all positions of its group, but only some heads. The ranks at `place` in their groups
+    then have the same heads, and together all positions. So these ranks run a job of their own on these heads. In this
+    job, each shard has the positions of one group.
+
+    Returns this job, and one Dealing for each group: how the group's rank at `place` deals heads.
     """
     check_dealing(job.num_kv_held, size)
     share = len(job.held_heads) // size
@@ -116,7 +117,7 @@ def choose_exchange(job: Job, sizes: Sizes) -> Choice:
     """Choose the exchange for a forward, with the reason as text.
 
     The choice weighs bytes, memory, hops and kernel calls. Kernel calls matter: all_to_all may send fewer bytes than
-    the ring, but its many small calls may then cost more time than the sending saves.
+    the ring, but need many more kernel calls. These calls may cost more time than all_to_all saves.
     """
     counted = count_ranks(Counter(job))
     unit = sizes.unit * sizes.itemsize

@@ -4,9 +4,9 @@ A *tile* is one call of a kernel: some query rows times some key rows. Both are 
 one span of a shard, it is local: the queries and the keys of its tile are the same rows.
 
 A segment that straddles shards has a *ring*: the ranks that share it, in order. A rank's number in this order is its
-*place*. Each rank packs the key and value rows that the dilation selects into a flat buffer. These rows are its
-*chunk*. The chunks travel along the ring. At hop 1 a rank gets the chunk of the rank one place before it, at hop 2 the
-chunk of the rank two places before it, and so on. But it gets a chunk only if it needs the chunk's rows.
+*place*. The dilation selects some of a rank's key and value rows. The rank packs the selected rows into a flat buffer,
+as its *chunk*. The chunks travel along the ring. At hop 1 a rank gets the chunk of the rank one place before it, at hop
+2 the chunk of the rank two places before it, and so on. But a rank gets a chunk only if it needs the chunk's rows.
 
 Sizes and offsets of buffers are in units of B * D elements, so that a plan holds for any batch and head dim.
 """
@@ -42,23 +42,24 @@ class Tile(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Number of (query, key) pairs that contribute, over heads and segments (for one batch entry)."""
+        """Number of (query, key) pairs in which the query attends to the key, summed over heads and segments (for one
+        batch entry)."""
         of_one = pairs_under(self.mask, self.query.num_rows, self.key.num_rows)
         return of_one * len(self.query.heads) * self.query.segments
 
     def split(self, max_rows: int, fewest_heads: int) -> Iterator["Tile"]:
         """Split the tile into smaller tiles, along segments and heads.
 
-        Each smaller tile has at most max_rows query rows and max_rows key rows, summed over its heads and segments. It
-        may exceed these limits, so that it has at least `fewest_heads` key/value heads (a head of n segments counts n
-        times). Query heads that share a key/value head stay together.
+        Each smaller tile has at most max_rows query rows and max_rows key rows, summed over its heads and segments. But
+        each has at least `fewest_heads` key/value heads, even if the tile then has more rows. (A head of n segments
+        counts n times.) Query heads that share a key/value head stay together.
         """
         query = self.query
         key = self.key
         num_heads = len(query.heads)
         num_kv_heads = len(key.heads)
 
-        # `most`: how many query heads have `max_rows` rows together. A head of n segments counts n times.
+        # `most`: how many query heads fit into a tile of `max_rows` rows. A head of n segments counts n times.
         most = max_rows // max(query.num_rows, key.num_rows)
         heads = max(fewest_heads, most * num_kv_heads // num_heads)
         segments = query.segments
@@ -205,7 +206,8 @@ def gathered(plan: Plan) -> Plan:
         gradients.append(target._replace(offset=home_size, is_gradient=True))
         home_size += target.size
 
-    # Point the keys of tiles to the new offsets. A tile's keys are a block inside the old slice of one chunk.
+    # Move the keys of each tile to the new offset of their chunk: the chunk whose old slice of the buffer contains the
+    # keys.
     tiles: list[Tile] = []
     for hop, moved_chunks in zip(plan.hops, moved, strict=True):
         for tile in hop.tiles:

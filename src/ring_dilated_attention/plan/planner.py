@@ -74,7 +74,8 @@ class _Planner:
         # cached, because all ranks of a ring ask for the same rings
         self.rings_of = cache(RingMaker(job, self.index, self.groups).rings)
         self.window = window_of(job, self.index)
-        # Cached, because tiles with two chunks are equal if the chunks have their rows at the same offsets.
+        # Cached, because two ranks may have the same Chunk object (`rings.py`). The tiles with both chunks are then
+        # equal.
         self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)
 
     def covers(self) -> tuple[bool, bool]:
@@ -83,7 +84,7 @@ class _Planner:
 
         At rate 1 every row is in a tile of the branch. At a higher rate some rows are in no tile of the branch.
         """
-        # `first_rates`: the rates of the branches with the first tiles for their rows. These are branch 0, or under
+        # `first_rates`: the rates of the branches that have tiles with `first_query` set. These are branch 0, or under
         # "split" all branches, because each branch then has query heads of its own.
         rates = [branch.dilation_rate for branch in self.pattern.branches]
         first_rates = rates[:1] if self.pattern.heads == "all" else rates
@@ -115,8 +116,8 @@ class _Planner:
                     # Pop the segment from `own_pieces`: it must be handled only once, even if the rank has two pieces
                     # of it.
                     pieces = sorted(own_pieces.pop(segment))
-                    # Pairs of a piece with itself come first, because their results may be written. Results of pairs of
-                    # two different pieces are added.
+                    # Pairs of a piece with itself come first, because their tiles may be the first that write to their
+                    # rows. Tiles of two different pieces always add to what is there.
                     pairs = sorted(product(pieces, pieces), key=lambda pair: pair[0] != pair[1])
                     for query, key in pairs:
                         mask = self.mask(number, query, key)
@@ -170,8 +171,9 @@ class _Planner:
         rate = self.pattern.branches[number].dilation_rate
 
         # Tiles of branch 0 write their results, and tiles of later branches add results. Under "split" tiles of every
-        # branch write, because each branch has query heads of its own. But if query heads share key/value heads,
-        # branches may share key/value heads too, and then later branches add gradients of keys.
+        # branch write, because each branch has query heads of its own. But if query heads share key/value heads, two
+        # branches may read the same key/value head. Then only branch 0 writes gradients of keys, and later branches add
+        # them.
         is_split = self.pattern.heads == "split"
         first_query = query == key and (number == 0 or is_split)
         first_key = query == key and (number == 0 or (is_split and not self.shares_kv))
@@ -214,10 +216,10 @@ class _Planner:
         offset: int,
         rank: int,
     ) -> tuple[Tile, ...]:
-        """The tiles of some of this rank's queries times a part of another rank's chunk.
+        """The tiles of this rank's queries in one piece times a part of another rank's chunk.
 
-        number: the branch. query: the piece with the queries. entry: the part of the chunk. offset: where the chunk
-        begins in the buffer.
+        number: the branch. query: the piece. entry: the part of the chunk. offset: where the chunk begins in the
+        buffer.
         """
         rate = self.pattern.branches[number].dilation_rate
         query_bands = make_bands(entry.band.group, query, origin, rate)
@@ -244,8 +246,9 @@ class _Planner:
         """Cut a tile into blocks of heads, so that the kernel's result for a block takes little memory.
 
         The result of a block is at most about a third as large as the rank's query. But a block has at least 4
-        key/value heads (or the whole tile), so that several threads of the kernel have work. A first tile with all rows
-        of the rank stays whole, because its result becomes the accumulator.
+        key/value heads, so that several threads of the kernel have work. (A tile of fewer than 8 such heads stays
+        whole.) A tile with `first_query` set and all rows of the rank stays whole too, because its result becomes the
+        accumulator.
         """
         # `local_size` and `size` count a row for each head: a position with 8 heads counts as 8 rows.
         local_size = shard_length(self.shards[rank]) * self.num_heads
@@ -280,7 +283,8 @@ class _Planner:
                 place.add_hop(s, lists)
             hops.append(Hop(*map(tuple, lists.values())))
 
-        # Drop the last hops at which this rank does nothing. Other ranks of its rings may still exchange chunks then.
+        # Other ranks of the rings may exchange chunks at later hops than this rank. Drop the hops at which this rank
+        # does nothing.
         while hops and not any(hops[-1]):
             hops.pop()
         return hops
@@ -290,8 +294,9 @@ class _PlaceInRing:
     """What a rank does at its place of one ring, hop by hop.
 
     At hop s the chunk of place c is *due* at place c + s: the rank there receives the chunk if it needs the chunk's
-    rows (`rings.py`). The ring's chunks lie in the buffers from `offset` on. last: the last hop over all rings of the
-    rank.
+    rows (`rings.py`).
+
+    offset: where the ring's chunks begin in the buffers. last: the last hop of all rings of the rank.
     """
 
     def __init__(self, planner: _Planner, ring: Ring, rank: int, offset: int, last: int) -> None:
@@ -301,9 +306,9 @@ class _PlaceInRing:
         self.offset = offset
         self.place = ring.place_of(rank)
 
-        # Entry s of each list (0 to last + 1) says whether the rank at which a chunk is due at hop s needs that chunk.
-        # `own`: this rank's chunk. `here`, `after` and `before`: the chunk that is due at this place, at the next place
-        # and at the previous place.
+        # Each list has an entry for each hop s from 0 to last + 1. A chunk is due at some rank at hop s: the entry says
+        # whether that rank needs the chunk. `own`: this rank's chunk. `here`, `after` and `before`: the chunk that is
+        # due at this place, at the next place and at the previous place.
         self.own = [ring.meets(self.place, s) for s in range(last + 2)]
         self.here = self._needed_at(self.place, last)
         self.after = self._needed_at(self.place + 1, last)
@@ -355,10 +360,10 @@ class _PlaceInRing:
             lists["sends"].append(self.message(following, place + 1 - s))
 
         if own[s]:
-            # `target`: the rank that needs this rank's chunk at hop s. If the rank just before `target` in the ring
-            # needed the chunk too, that rank passes it on. Otherwise this rank sends it (for hop 1 see above). If the
-            # rank just after `target` needs the chunk too, `target` passes the chunk's gradient on. Otherwise `target`
-            # returns the gradient to this rank.
+            # `target`: the rank that needs this rank's chunk at hop s. The rank before `target` in the ring sends the
+            # chunk to `target`, if that rank needed the chunk too. Otherwise this rank sends the chunk (for hop 1 see
+            # above). `target` sends the chunk's gradient to the rank after `target`, if that rank needs the chunk too.
+            # Otherwise `target` returns the gradient to this rank.
             target = ranks[(place + s) % len(ranks)]
             lists["targets"].append(self.message(target, place))
             if s > 1 and not own[s - 1]:

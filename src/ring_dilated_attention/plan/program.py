@@ -41,7 +41,7 @@ _INPUTS = {
     "forward": ("query", "key", "value"),
     "backward": ("dout", "query", "key", "value", "out", "lse"),
 }
-# Each tile, and the name of the rows or the buffer that contains its keys (`Compute.keys`).
+# Pairs of a tile and the place of its keys: the name of a buffer, OWN_ROWS or CACHED_ROWS (as in `Compute.keys`).
 Tiles = Sequence[tuple[Tile, str]]
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
@@ -49,8 +49,8 @@ _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 # memory, and making it again for each call takes less time than computing its tiles.
 MOST_KEPT_TILES = 1000
 
-# A tile with the mask FROM_END is computed from copies of its rows in reverse order. This is the most rows that are
-# copied at a time if the kernel does not set `Packing.max_rows`.
+# A tile with the mask FROM_END is computed from copies of its rows in reverse order. At most this many rows are copied
+# at a time, if the kernel does not set `Packing.max_rows`.
 MOST_TURNED_ROWS = 2**18
 
 
@@ -111,8 +111,8 @@ class _Maker:
         # `late`: the names of new buffers. Each holds a chunk of this rank, packed again to be sent at the current hop.
         self.late: list[str] = []
 
-        # `arriving`: the steps that wait for the gradients of this hop's chunks, sent by the rank that had the chunks
-        # before.
+        # `arriving`: the steps that wait for unfinished gradients of this hop's chunks. The previous rank of each ring
+        # sends these gradients.
         self.arriving: list[steps.Wait] = []
 
     def put(self, *new_steps: Step) -> None:
@@ -231,15 +231,15 @@ class _Maker:
         return f"{self.stage}, hop {s + 1}, keys and values"
 
     def send_gradients(self, s: int, sums: str, other: str) -> list[steps.Wait]:
-        """Start to send the gradients of hop s. Returns the steps that wait until they are sent.
+        """Start to send the gradients of hop s. Returns the `Wait` steps that wait until the gradients have been sent.
 
         A finished gradient goes to the owner of its chunk. An unfinished gradient goes to the next rank, which adds to
         it.
 
-        The two kinds are sent in two posts, finished gradients first. A rank receives both kinds into the same slice of
-        a buffer: so it first adds the finished gradient to dk and dv, and only then receives the unfinished gradient.
-        All ranks start the posts in the same order. Otherwise two ranks could each wait for a message that the other
-        has not started.
+        Finished and unfinished gradients are sent in two `Post` steps, finished gradients first. A rank receives both
+        kinds into the same slice of a buffer. So the rank adds the finished gradient to dk and dv before it receives
+        the unfinished gradient. All ranks start the two `Post` steps in the same order. Otherwise two ranks could each
+        wait for a message that the other has not started.
         """
         hop = self.plan.hops[s]
         moment = f"backward, hop {s + 1}, gradients"
@@ -313,9 +313,9 @@ class _Maker:
     def all_gradients(self, tiles: Tiles, names: tuple[str, ...], sums: str = OWN_ROWS) -> None:
         """Compute the gradients of tiles and add them up: one by one, or all together if results are kept.
 
-        names: the gradients that are added to this rank's accumulators. They are dq, dk and dv if the keys are this
-        rank's own, and only dq if the keys are a received chunk's. In the second case dk and dv are added one by one to
-        the buffer `sums`, which is sent on.
+        names: the gradients that are added to this rank's accumulators. For this rank's own keys these are dq, dk and
+        dv. For the keys of a received chunk this is only dq: dk and dv are added one by one to the buffer `sums`, which
+        is sent to another rank.
         """
         for kv_heads, block in self.head_blocks(tiles, names):
             if block and self.facts.kept_rows is not None:
@@ -352,11 +352,12 @@ class _Maker:
 
         Yields the heads of each block, and the kernel's calls for these heads: (call, batch entry, where the keys are).
 
-        If results are kept until they are gathered, a block is so small that about `kept_rows` rows are kept at a time.
-        (But a block has at least one head.) Otherwise there is a single block.
+        If results are kept until they are gathered, the results of one block have about `kept_rows` rows or fewer. (But
+        a block has at least one head.) Otherwise there is a single block.
 
-        If results are kept, this method also makes the accumulators. If there are no tiles and nothing has been
-        gathered, it yields a block without calls: the `Gather` step then fills the accumulators with 0 (lse: -inf).
+        If results are kept, this method also makes the accumulators. If there are no tiles, and no results have been
+        gathered before, it yields a block without calls. The `Gather` step of this block fills the accumulators with 0
+        (lse: -inf).
         """
         num_heads = self.plan.num_kv_heads
         num_blocks = 1
@@ -420,8 +421,8 @@ class _Maker:
 
         for call in calls:
             rows = call.query
-            # One call can take all batch entries if all segments are equally far apart in memory, including the last
-            # segment of an entry and the first of the next entry. They are if the call's segments fill an entry.
+            # One call can take all batch entries if all segments are equally far apart in memory, also the last segment
+            # of an entry and the first segment of the next entry. This is so if the call's segments fill an entry.
             fills = self.plan.num_rows == rows.segments * rows.segment_step
             if facts.batch == 1 or rows.segments == 1 or (facts.folds and fills):
                 yield call, None

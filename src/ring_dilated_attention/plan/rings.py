@@ -58,8 +58,8 @@ Hops = tuple[tuple[int, int], ...]  # ranges of hops: (first, last)
 class Ring:
     """The ranks that share a segment (for some of its heads), in order, and the chunks that they send each other.
 
-    A sliding window has rings too. Such a ring is one rank, and the ranks with queries that attend to some of its rows
-    (`window_maker.py`).
+    A sliding window has rings too. In such a ring, one rank sends some of its rows, and the other ranks have queries
+    that attend to these rows (`window_maker.py`).
     """
 
     branch: int
@@ -76,7 +76,8 @@ class Ring:
     def meets(self, chunk: int, s: int) -> bool:
         """Whether the chunk of the rank at place `chunk` is needed at hop s.
 
-        The rank that may need it then is at place chunk + s (modulo the number of places).
+        At hop s this chunk is due at place chunk + s (modulo the number of places). Only the rank there can need the
+        chunk.
         """
         for first, last in self.needed[chunk]:  # noqa: SIM110 (`any` takes three times as long)
             if first <= s <= last:
@@ -115,8 +116,8 @@ def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
     """
     num_places = len(starts)
     hops: list[list[Hops]] = [[()] * len(of_place) for of_place in starts]
-    # List every piece as (start, place, its index among the pieces of that place). The loop below goes from the latest
-    # piece to the earliest, because the earlier a piece starts, the more places need it.
+    # List every piece as (start, place, number of the piece at this place). The loop below goes from the latest piece
+    # to the earliest, because the earlier a piece starts, the more places need it.
     pieces = [
         (start, place, i)
         for place, of_place in enumerate(starts)
@@ -138,7 +139,8 @@ def all_hops(num_places: int) -> Hops:
 
 
 def _add_place(ranges: list[tuple[int, int]], place: int) -> None:
-    """Add a place to ascending ranges of places, (first, last). Ranges that touch afterwards are joined."""
+    """Add a place to a sorted list of ranges of places, (first, last). If no gap remains between two ranges, join
+    them."""
     i = bisect_left(ranges, (place, place))
     first = last = place
     if i < len(ranges) and ranges[i][0] == place + 1:
@@ -152,8 +154,8 @@ def _add_place(ranges: list[tuple[int, int]], place: int) -> None:
 def _hops(ranges: Sequence[tuple[int, int]], place: int, num_places: int) -> Hops:
     """Turn ranges of places into the ranges of hops at which the chunk of `place` is due at these places.
 
-    An example: of 8 places, the chunk of place 2 is due at places 3 and 4 at hops 1 and 2. At place 0 it is due at hop
-    6. So the ranges (0, 0) and (3, 4) of places give the ranges (1, 2) and (6, 6) of hops.
+    An example with 8 places: the chunk of place 2 is due at place 3 at hop 1, at place 4 at hop 2, and at place 0 at
+    hop 6. So the ranges (0, 0) and (3, 4) of places give the ranges (1, 2) and (6, 6) of hops.
     """
     above: list[tuple[int, int]] = []
     below: list[tuple[int, int]] = []

@@ -7,7 +7,7 @@ In round k = 0, 1, ... rank i of p sends all data that it has to rank (i + 2^k) 
     messages that a rank sends          1   2   2   3   3
     if it sent to all others directly   1   2   3   4   7
 
-With 2 or 3 ranks both numbers are the same. So each rank then sends to all others directly, in a single round.
+With 2 or 3 ranks, both ways need equally many messages. So each rank sends to all others directly, in a single round.
 """
 
 from collections.abc import Iterator

@@ -54,8 +54,8 @@ class Rows(NamedTuple):
 class Block(NamedTuple):
     """Heads start..stop-1 of a block in a flat buffer.
 
-    The whole block is the keys (B, num_heads, num_rows, D), from unit `offset` of the buffer on, and then the values in
-    the same shape. A unit is B * D elements.
+    The whole block begins at unit `offset` of the buffer. A unit is B * D elements. The block holds the keys (B,
+    num_heads, num_rows, D), and after them the values in the same shape.
     """
 
     offset: int
@@ -214,13 +214,14 @@ def cut_apart(
 ) -> tuple[list[Piece], list[list[Piece]]]:
     """Cut pieces of a sliding window so that each piece of queries has a simple mask over each piece of keys.
 
-    After the cuts, a piece of queries and a piece of keys are one of three cases. Every query attends to every key, or
-    no query attends to any key. Or both pieces are equally long, and the mask is a triangle (`sight.mask_between`).
+    After the cuts there are three cases for a piece of queries and a piece of keys. Every query attends to every key,
+    or no query attends to any key. Or both pieces are equally long, and the mask is a triangle (`sight.mask_between`).
 
-    queries: (piece, reach) pairs. Reach is the position of the last query that attends to a key, minus the key's
-    position. If the queries come before the keys, take the first query that attends to the key: reach is then negative.
+    queries: (piece, reach) pairs. If the queries come after the keys, the last query that attends to a key lies `reach`
+    positions after the key. If the queries come before the keys, reach is negative: the first query that attends to a
+    key lies `-reach` positions before the key.
 
-    Returns the cut keys, and the cut pieces of each piece of queries.
+    Returns the pieces of the keys after the cuts, and for each entry of `queries` a list of its pieces after the cuts.
     """
     queries = list(queries)
     cuts = {x - reach for piece, reach in queries for x in (piece.start, piece.stop)}

@@ -61,8 +61,8 @@ class Sharding(NamedTuple):
     """A rule that says which rank owns which positions."""
 
     # (number of positions of every rank, borders of packed documents) -> the shard of every rank. If `takes_lengths` is
-    # False, only the number of ranks and the sum of their positions matter, because the rule itself decides the
-    # lengths.
+    # False, the rule itself decides how many positions each rank owns. The rule then uses only the number of ranks and
+    # the total number of positions.
     shards: Callable[[Sequence[int], Borders], tuple[Shard, ...]]
     # whether the caller may choose how many positions each rank owns (`ShardSpec.align` and `ShardSpec.lengths`)
     takes_lengths: bool = False
@@ -229,7 +229,7 @@ def shard_length(shard: Shard) -> int:
 
 
 def first_rows(shard: Shard) -> Iterator[int]:
-    """Yield the local row at which each span begins, and last the length of the shard."""
+    """Yield the local row at which each span begins. After these rows, yield the length of the shard."""
     return accumulate((span.stop - span.start for span in shard), initial=0)
 
 

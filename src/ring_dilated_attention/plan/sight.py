@@ -1,8 +1,8 @@
 """Which queries attend to which keys in a branch, as ranges and masks. Pure integers, no torch.
 
-`Branch.in_reach` says whether a query at one position attends to a key at another position. This file says so for
-*sections*, which are ranges of positions, in the form that kernels compute. It ignores the dilation: in `rows.py` a
-head reads only every r-th position of a section.
+`Branch.in_reach` says whether a query at one position attends to a key at another position. This file compares
+*sections*, which are ranges of positions. It gives a section of queries and a section of keys a mask that kernels can
+compute. Masks ignore the dilation: in `rows.py` a head reads only every r-th position of a section.
 
 There are three *masks*. With CAUSAL or FROM_END the number of keys equals the number of queries. Query i attends to
 
@@ -91,7 +91,8 @@ def block_length(branch: Branch, *, is_causal: bool) -> int:
 
 
 def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[Meeting]:
-    """The keys in the previous and the next block to which the queries of a window's block attend.
+    """Yield the meetings of a window's neighbouring blocks: queries of one block, and keys of the previous or next
+    block.
 
     size: the length of a block. reach: how many positions back a query attends (and forward, if not causal).
     """

@@ -31,9 +31,9 @@ class Packing(NamedTuple):
     Inputs of 16 bits are always copied, to float32. So the results of a tile are float32 too and are not rounded. (In a
     tile with rows of a cache nothing is copied.)
 
-    Inputs of 32 or 64 bits are copied only in forward, and only if copying is faster: if the rows lie at least
-    `distance` bytes apart, and each head of a segment has at least num_bytes / itemsize query rows and as many key rows
-    in the tile.
+    Inputs of 32 or 64 bits are copied only in forward, and only if copying is faster. For this, the rows must lie at
+    least `distance` bytes apart. Also, each head of a segment must have at least num_bytes / itemsize query rows and at
+    least num_bytes / itemsize key rows in the tile.
     """
 
     distance: int
@@ -55,7 +55,7 @@ class CallFacts(NamedTuple):
     dealing: Dealing | None = None
     has_dlse: bool = False  # whether lse has a gradient in backward
     packing: Packing | None = None  # a trait of the kernel (`Traits.packing`)
-    # bytes from one position to the next in query, and in key and value
+    # bytes from one position to the next: (in query, in key and value)
     distances: tuple[int, int] = (0, 0)
     itemsize: int = 4  # bytes of an element of query, key and value
     most_rows: int | None = None  # the most query rows of a call in backward (`Traits.most_rows`)
@@ -99,7 +99,7 @@ class Deal(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """Copy this rank's key and value rows that the dilation selects into a new buffer, without gaps."""
+    """Copy some of this rank's key and value rows (`packs`) into a new buffer, without gaps."""
 
     name: str
     size: int

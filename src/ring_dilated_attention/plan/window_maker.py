@@ -32,8 +32,8 @@ class Portion(NamedTuple):
     document: Span
 
 
-# The keys of a portion, and (other portion, its queries) for each other portion with queries that attend to some of
-# them. `rows.cut_apart` has cut keys and queries into pieces.
+# The keys of a portion, and a list of (other portion, its queries). The list has an entry for each other portion with
+# queries that attend to some of these keys. `rows.cut_apart` has cut keys and queries into pieces.
 Sight = tuple[list[Piece], list[tuple[Portion, list[Piece]]]]
 
 
@@ -104,7 +104,7 @@ class WindowMaker:
     def seen_by(self, portion: Portion) -> Iterator[tuple[Portion, int]]:
         """Yield (other portion, reach) for each other portion with queries that attend to rows of this portion.
 
-        For portions before this one, reach is negative, as `cut_apart` expects.
+        reach: as in `rows.cut_apart`. It is negative if the other portion comes before this one.
         """
         for other in self.after(portion):
             yield other, self.reach

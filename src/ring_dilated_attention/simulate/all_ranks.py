@@ -28,8 +28,8 @@ from ..run import executor
 from ..run.executor import ExecutorOptions
 from ..run.link_contract import Messages, Pending
 
-# A rank's rows of the tensors in a call: of query, key and value in a forward, of all tensors in `BackwardRows` in a
-# backward.
+# A rank's rows of the tensors in a call. A forward has query, key and value. A backward has all tensors in
+# `BackwardRows`.
 Given = Sequence[Tensor | None]
 
 
@@ -73,9 +73,9 @@ class _Stopped(RuntimeError):
 class Wires:
     """The state that the threads of the simulated ranks share. A thread runs only while it holds the lock `turn`.
 
-    sends: the tensors of sends without a started receive. receives: the tensors of receives without a started send.
-    waiting: the events for which threads wait. error: the error of a rank that failed, or None. bytes_sent: how many
-    bytes each rank has sent.
+    sends: tensors that the sender has started to send, but the receiver has not started to receive. receives: tensors
+    that the receiver has started to receive, but the sender has not started to send. waiting: the events for which
+    threads wait. error: the error of a rank that failed, or None. bytes_sent: how many bytes each rank has sent.
     """
 
     def __init__(self) -> None:

@@ -166,10 +166,10 @@ def weigh_attention(rank_plan: RankPlan, sizes: Sizes, kernel: str) -> Attention
 def brief_program(plan: Plan, stage: str, facts: CallFacts) -> Iterator[Step]:
     """A shorter program of the stage ("forward" or "backward") with the same peak of memory.
 
-    It has all kernel calls with results that are kept, and of the other calls only two of each kind. Two calls are
-    enough for the peak: the second runs while the results of the first are alive. Two calls are of the same kind if
-    their sizes, strides and uses of the results are equal, and if the buffers alive during the calls have the same
-    total size. Steps that neither allocate nor free memory are left out.
+    A kernel call stays in the program if its results are kept until a `Gather` step. Of the other calls, only two of
+    each kind stay. Two calls are enough for the peak: the second runs while the results of the first are alive. Two
+    calls are of the same kind if their sizes, strides and uses of the results are equal, and if the buffers alive
+    during the calls have the same total size. Steps that neither allocate nor free memory are left out.
     """
     program = make_program(plan, stage, facts)
     buffers: dict[str, int] = {}
