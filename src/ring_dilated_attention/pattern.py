@@ -50,7 +50,8 @@ class Branch(NamedTuple):
         return seen & (key <= query) if is_causal else seen
 
     def window_reach(self, *, is_causal: bool) -> int:
-        """How many positions a window reaches back. If it is not causal, it reaches equally far forward."""
+        """How many positions a window reaches back, and, if it is not causal, forward. The number is for each
+        direction."""
         return self.segment_length - 1 if is_causal else self.segment_length // 2
 
     def __str__(self) -> str:

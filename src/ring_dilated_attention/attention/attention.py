@@ -66,7 +66,7 @@ def dilated_attention(
         out[i] = softmax_j(q_i k_j * scale + log M[h, i, j]) v_j
 
     If a query attends to no key in any branch, its out is 0 and its lse is -inf. With `sinks` its lse is the logit of
-    its head.
+    its head instead.
 
     Args:
         query: (B, N, H, D), float64, float32, bfloat16 or float16. Under `parallel` this rank's rows.

@@ -134,8 +134,8 @@ class CachePlan:
         start lies.
 
         A window has no segments. While `position - keep` is below the window's length, the window's buffer keeps the
-        rows of all positions. The window then adds no limit. For a longer sequence the shortest length is `position -
-        keep`.
+        rows of all positions. The window then adds no limit. For a longer sequence, `position - keep` is the shortest
+        length.
         """
         # The default 0 is for a pattern without segments: `lengths` is then empty.
         youngest = max((position - position % length for length in self.lengths), default=0)

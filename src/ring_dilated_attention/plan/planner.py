@@ -74,8 +74,8 @@ class _Planner:
         # cached, because all ranks of a ring ask for the same rings
         self.rings_of = cache(RingMaker(job, self.index, self.groups).rings)
         self.window = window_of(job, self.index)
-        # Cached, because two ranks may have the same Chunk object (`rings.py`). The tiles with both chunks are then
-        # equal.
+        # Cached, because two ranks may have the same Chunk object (`rings.py`). The tiles with these ranks' chunks are
+        # then equal.
         self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)
 
     def covers(self) -> tuple[bool, bool]:
