@@ -50,8 +50,7 @@ class Branch(NamedTuple):
         return seen & (key <= query) if is_causal else seen
 
     def window_reach(self, *, is_causal: bool) -> int:
-        """How many positions a window reaches back, and, if it is not causal, forward. The number is for each
-        direction."""
+        """How many positions a window reaches back. If it is not causal, it reaches equally far forward."""
         return self.segment_length - 1 if is_causal else self.segment_length // 2
 
     def __str__(self) -> str:
@@ -143,10 +142,12 @@ class DilatedPattern:
                 raise ValueError(f"{name}={rule!r} is unknown; choose one of {rules}.")
         if self.heads == "split" and self.phase != "modulo":
             rule = "heads='split' has its own phase rule (branch i reads phase i mod r)"
-            raise ValueError(f"{rule}, got phase={self.phase!r}. Leave phase at its default.")
+            raise ValueError(f"{rule}, got phase={self.phase!r}. Leave `phase` at its default.")
         if self.heads == "split" and self.window is not None:
-            rule = "heads='split' gives each branch its own heads, and all heads run a window"
-            raise ValueError(f"{rule}, got window={self.window}. Leave heads at its default.")
+            rule = (
+                "heads='split' gives each branch its own heads, but a window belongs to all heads"
+            )
+            raise ValueError(f"{rule}, got window={self.window}. Leave `heads` at its default.")
         _ = self.text  # compute the text now, because torch.compile cannot trace the computation
 
     @cached_property

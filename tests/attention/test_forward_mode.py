@@ -70,7 +70,7 @@ def test_a_forward_mode_derivative_is_refused(what, way):
         "torchscale": lambda x: torchscale_attention(x, x, x, PATTERN),
     }
     with pytest.raises(
-        NotImplementedError, match=r"no forward-mode derivative .*jvp.*: take backward"
+        NotImplementedError, match=r"no forward-mode derivative .*jvp.*: use backward"
     ):
         WAYS[way](calls[what], randn(1, 6, 2, 4))
 

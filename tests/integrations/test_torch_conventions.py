@@ -177,7 +177,7 @@ def test_what_cannot_be_replaced():
     masked = replace_attention(encoder(), CAUSAL)
     mask = nn.Transformer.generate_square_subsequent_mask(11, dtype=torch.float64)
     said = message_of(lambda: masked(rows(), mask=mask))
-    assert "the pattern decides who attends whom" in said
+    assert "the pattern decides which keys a query attends to" in said
 
 
 # --- ShardSequence

@@ -429,14 +429,14 @@ def test_windows_are_refused():
     config = make("llama").config
     config.layer_types, config.sliding_window = ["sliding_attention"] * 2, 4
     made = partial(create_sliding_window_causal_mask, config, torch.zeros(1, 6, 32), None, None)
-    assert "a layer asks for a sliding window or chunks of 4" in message_of(made)
+    assert "a layer has a sliding window, or chunks, of 4 rows" in message_of(made)
 
 
 def test_encoders_do_not_look_at_others():
     """Cross-attention is not self-attention."""
     options = {"mask_function": ours.bidirectional_mask_function, "config": make("bert").config}
     said = message_of(lambda: ours.make_mask(1, 2, 5, **options, device=torch.device("cpu")))
-    assert "2 queries and 5 keys that see each other both ways" in said
+    assert "2 queries attend to 5 keys without a causal mask" in said
 
 
 def test_configs_that_cannot_be():

@@ -95,7 +95,7 @@ class Capped(LlamaModel):
 
 
 MEET = r": positions are mixed in {} outside of dilated attention"
-OTHER = "Capped: dilated attention with one segment of all positions is not the attention of Llama"
+OTHER = "Capped: dilated attention with one segment of all positions gives other results than Llama"
 
 
 @pytest.mark.parametrize(

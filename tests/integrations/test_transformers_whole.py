@@ -163,7 +163,7 @@ def rank_scores(rank, world_size):
         expected = model(ids).logits
         grads = gradients(model, expected)
         message = message_of(lambda m=model: context_parallel(m, context))
-        assert f"{type(model).__name__} computes logits from all rows of its sequence" in message
+        assert f"{type(model).__name__} computes logits from all rows of a sequence" in message
         context_parallel(model.base_model, context)
         model.base_model.register_forward_hook(join)
         found = model(ids).logits
@@ -214,11 +214,11 @@ class Own(LlamaModel):
 def rank_refuses(rank, world_size):
     context = ContextParallel()
     kinds = {
-        Divided: "Divided computes last_hidden_state from all rows of its sequence",
+        Divided: "Divided computes last_hidden_state from all rows of a sequence",
         with_norm(
             lambda x: x * (1 + x.shape[1])
         ): "Applied (norm) computes something from all rows that",
-        Deaf: "LlamaAttention is not given `parallel`, which the model was",
+        Deaf: "the model received `parallel`, but did not pass it on to LlamaAttention",
         Convolved: "Convolved: positions are mixed outside of dilated attention",
         Own: "Own: LlamaRotaryEmbedding (rotary_emb) computes something from all rows",
     }

@@ -258,7 +258,7 @@ SIX_HEADS = {"num_heads": 6, "pattern": DilatedPattern((8,), (2,))}
             {"need_weights": True},
             r"are never formed; .*attention_weights .*layers.influence says",
         ),
-        ({}, {"attn_mask": torch.zeros(6, 6)}, "attn_mask: the pattern decides who attends whom"),
+        ({}, {"attn_mask": torch.zeros(6, 6)}, "attn_mask: the pattern decides which keys a query"),
         ({}, {"is_causal": True}, "is_causal=True, but the pattern has is_causal=False"),
         ({}, {"positions": torch.arange(6)}, "construct with rotary=True"),
         (

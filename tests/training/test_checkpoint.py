@@ -307,16 +307,16 @@ DAMAGES = {
     "tensors are missing": (lambda c: (c / TENSOR_FILE).unlink(), f"{TENSOR_FILE} is missing"),
     "tensors have a flipped bit": (
         lambda c: flip(c / TENSOR_FILE),
-        f"{TENSOR_FILE} is damaged: it has not the size",
+        f"{TENSOR_FILE} is damaged: its size or sha256",
     ),
     "tensors of somebody else": (
         lambda c: shutil.copy(c / TENSOR_FILE, c / "mine.safetensors"),
         "checkpoint-000006/mine.safetensors is no file of this checkpoint: move it away",
     ),
     "a field is missing": (change("bits_per_byte"), f"{STATE_FILE} lacks bits_per_byte"),
-    "another step": (change("step", 5), "checkpoint-000006 was renamed: it is of step 5"),
-    "no seed": (change("hyperparameters/seed"), "only one of the two versions has seed"),
-    "a foreign field": (change("hyperparameters/wd", 1), "only one of the two versions has wd"),
+    "another step": (change("step", 5), "checkpoint-000006 was renamed: it was saved at step 5"),
+    "no seed": (change("hyperparameters/seed"), "hyperparameters differ in seed"),
+    "a foreign field": (change("hyperparameters/wd", 1), "hyperparameters differ in wd"),
     "a bad phase": (
         change("hyperparameters/phases", ["8:2"]),
         "--phases '8:2' must be LENGTH:BATCH:STEPS",

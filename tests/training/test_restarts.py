@@ -203,7 +203,7 @@ def die_before_a_checkpoint():
         (
             9,
             2,
-            "run: 3 starts in a row ended without a first checkpoint: mend what ended them first",
+            "run: 3 starts in a row ended without a first checkpoint: find and mend the cause first",
         ),
         (1, 1, "was ended by SIGKILL; newest checkpoint: none; go on with: rda train {command}"),
     ],

@@ -79,7 +79,7 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
     if any(x is not None and unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
             "dilated attention has no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad): "
-            "take backward() or torch.autograd.grad."
+            "use backward() or torch.autograd.grad."
         )
 
 
@@ -87,7 +87,7 @@ def refuse_transforms(error: RuntimeError) -> None:
     """If torch's error is about torch.func, raise a NotImplementedError that says what to call instead."""
     if "functorch transforms" in str(error):
         raise NotImplementedError(
-            "dilated attention cannot be differentiated by torch.func (grad, vjp, jacrev): take backward() or "
+            "dilated attention cannot be differentiated by torch.func (grad, vjp, jacrev): use backward() or "
             "torch.autograd.grad."
         ) from error
 
@@ -208,7 +208,8 @@ def check_cache(
     if cache is None:
         if lengths is not None:
             raise ValueError(
-                "lengths say how many rows go into a cache, and there is none: pass cache, or cu_seqlens."
+                "lengths say how many rows go into a cache, but no cache was passed: pass cache. For packed "
+                "documents pass cu_seqlens."
             )
         return
     if not isinstance(cache, DilatedCache):
@@ -318,7 +319,7 @@ def valid_lengths(mask_BN: Tensor, batch: int, num_positions: int) -> Tensor:
         row, first = wrong[0].tolist()
         raise ValueError(
             f"key_padding_mask row {row} has padding at position {first} and valid positions after it "
-            f"({int(lengths_B[row])} valid in all): padding must be on the right; move it there, or pack the documents "
+            f"({int(lengths_B[row])} valid in all): padding must be on the right. Move it there, or pack the documents "
             "into one row and pass cu_seqlens. True means padding: pass ~mask if yours is True at valid positions"
         )
     return lengths_B

@@ -116,9 +116,9 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         # Raise ValueError if `heads_held` does not fit the layer.
         held_heads(num_held, ratio, self.heads_held, num_heads)
         if sub_layernorm and num_held < num_heads:
-            some = f"heads_held={heads_held} are {num_held} of them: leave out one of the two"
             raise ValueError(
-                f"sub_layernorm=True takes its mean over all {num_heads} heads, and {some}"
+                f"sub_layernorm=True takes its mean over all {num_heads} heads, but heads_held={heads_held} has only "
+                f"{num_held} heads: leave out sub_layernorm or heads_held"
             )
         # Set the two attributes that nn.TransformerEncoderLayer reads. `_qkv_same_embed_dim` = False switches off the
         # fast path of nn.TransformerEncoderLayer, which would bypass `forward`.
@@ -397,8 +397,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
             )
         if attn_mask is not None:
             raise ValueError(
-                "attn_mask: the pattern decides who attends whom; pass attn_mask=None, with is_causal=True in the "
-                "pattern for a causal mask"
+                "attn_mask: the pattern decides which keys a query attends to; pass attn_mask=None, and for a causal "
+                "mask a pattern with is_causal=True"
             )
         if is_causal and not self.pattern.is_causal:
             raise ValueError(

@@ -38,9 +38,9 @@ class RemembersPattern(nn.Module):
         if (pattern, base) != (self.pattern, self.rotary_base):
             raise ValueError(
                 f"the weights were trained with {pattern} and rotary_base={base}, and this module has {self.pattern} "
-                f"and rotary_base={self.rotary_base}: it would be another function. Give the module the pattern and "
-                "rotary base of the weights. If you mean to train the weights further with those of the module, leave "
-                "the names that end in '_extra_state' out of the state_dict"
+                f"and rotary_base={self.rotary_base}: with these weights it would compute another function. Give the "
+                "module the pattern and rotary base of the weights. If you mean to train the weights further with the "
+                "module's own pattern and rotary base, leave the names that end in '_extra_state' out of the state_dict"
             )
 
 

@@ -182,7 +182,7 @@ class LongNetLM(nn.Module):
         """
         if len(caches) != len(self.blocks):
             raise ValueError(
-                f"{len(caches)} caches for {len(self.blocks)} layers: each has its own; use make_caches."
+                f"{len(caches)} caches for {len(self.blocks)} layers: pass one for each layer, made by make_caches."
             )
         if failure := why_no_tokens(tokens_BN, "vocab_size", self.config.vocab_size):
             raise ValueError(failure)
@@ -234,7 +234,7 @@ class LongNetLM(nn.Module):
             from .rank_files import read_shards
         except ImportError as error:
             raise ValueError(
-                "runs need safetensors: pip install 'ring-dilated-attention[train]'"
+                "a run is loaded with safetensors: pip install 'ring-dilated-attention[train]'"
             ) from error
         checkpoint = newest_checkpoint(Path(folder))
         try:

@@ -65,7 +65,7 @@ def check_whole(checkpoint: Path) -> dict[str, Any]:
     for name in sorted(content["files"]):
         path = checkpoint / name
         if _read(path, identity) != content["files"][name]:
-            raise ValueError(f"{path} is damaged: it has not the size or sha256 that was recorded")
+            raise ValueError(f"{path} is damaged: its size or sha256 is not the recorded one")
     return dict(content["state"])
 
 

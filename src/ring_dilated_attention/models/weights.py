@@ -59,8 +59,8 @@ def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped and is_zip)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            "torch.load(weights_only=True) refuses it, and it is not read otherwise: a pickle can run any code when it "
-            "is opened. Save a dict of tensors alone, or weights as safetensors. (Or the file is damaged.)"
+            "torch.load(weights_only=True) refuses this file, and nothing else may read it: a pickle can run any code "
+            "when it is opened. Save a dict of tensors alone, or weights as safetensors. (Or the file is damaged.)"
         ) from error
     if is_zip:
         with zipfile.ZipFile(path) as file:

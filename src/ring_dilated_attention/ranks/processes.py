@@ -200,7 +200,7 @@ class Processes(Ranks):
             link.open()
         except RuntimeError as error:
             raise ExchangeError(
-                f"making a ContextParallel: not all of the ranks {members} did (group {purpose!r}, "
+                f"making a ContextParallel: some of the ranks {members} did not make it (group {purpose!r}, "
                 f"rank {dist.get_rank()}): {error}.{usual_cause(NOT_MADE, str(error))}"
             ) from error
         return link

@@ -136,8 +136,8 @@ class DilatedCache:
             described, other = (f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (key, value))
             if key.dim() != 4 or described != other:
                 raise ValueError(
-                    "key and value must both be (batch, positions, K/V heads, head dim), alike: "
-                    f"{described} and {other}."
+                    "key and value must have the same shape (batch, positions, K/V heads, head dim), dtype and device; "
+                    f"got {described} and {other}."
                 )
 
             batch, length, num_kv_heads, _ = key.shape

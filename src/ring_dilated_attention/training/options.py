@@ -167,7 +167,7 @@ class Hyperparameters:
         if saved.keys() != names:
             others = ", ".join(sorted(names ^ saved.keys()))
             raise ValueError(
-                f"saved by another version of this package: only one of the two versions has {others}"
+                f"saved by another version of this package, whose hyperparameters differ in {others}"
             )
         return cls(**saved)
 
@@ -194,8 +194,8 @@ def _phase(text: str) -> Phase:
     is_too_much = max(length, steps) > MAX_INT64 or batch_size > MOST_SEQUENCES
     if is_too_much or min(length, batch_size, steps) < 1:
         raise ValueError(
-            f"--phases {in_short(text)!r} must be LENGTH:BATCH:STEPS, such as 512:2:1000, which is 1,000 steps of "
-            f"2 sequences of 512 bytes, or none; BATCH is at most {MOST_SEQUENCES:,}"
+            f"--phases {in_short(text)!r} must be none or LENGTH:BATCH:STEPS, with a BATCH of at most "
+            f"{MOST_SEQUENCES:,}. Example: 512:2:1000 is 1,000 steps of 2 sequences of 512 bytes"
         )
     return Phase(length, batch_size, steps)
 

@@ -121,7 +121,7 @@ def _read_checkpoint(checkpoint: Path) -> tuple[dict[str, Any], Hyperparameters]
         if missing := _STATE - state.keys():
             raise ValueError(f"{checkpoint / STATE_FILE} lacks {', '.join(sorted(missing))}")
         if state["step"] != step_of(checkpoint):
-            raise ValueError(f"{checkpoint} was renamed: it is of step {state['step']}")
+            raise ValueError(f"{checkpoint} was renamed: it was saved at step {state['step']}")
         try:
             return state, Hyperparameters.from_dict(state["hyperparameters"])
         except ValueError as error:
@@ -143,7 +143,7 @@ def _check_same_document(document: Document, saved: dict[str, Any]) -> None:
     if now["sha256"] != saved["sha256"]:
         raise ValueError(
             f"the document changed since the run began: {now['name']} has {_in_words(now)}; the run had "
-            f"{_in_words(saved)}. Bring it back, or start a new run"
+            f"{_in_words(saved)}. Restore the document, or start a new run"
         )
 
 

@@ -74,7 +74,7 @@ def count_start(folder: Path, *, anew: bool) -> None:
     if notes == MOST_STARTS * [note]:
         awaited = f"a checkpoint after {newest.name}" if newest else "a first checkpoint"
         raise ValueError(
-            f"{folder}: {MOST_STARTS} starts in a row ended without {awaited}: mend what ended them first"
+            f"{folder}: {MOST_STARTS} starts in a row ended without {awaited}: find and mend the cause first"
         )
     content = "".join([*notes, note][-MOST_STARTS:]).encode()
     write_whole(path, content, lambda file: file.read(len(MAKER)) == MAKER.encode(), MAKER)

@@ -97,8 +97,8 @@ def attend(
             _check_one_document(is_valid.bool(), position_ids)
         if cu_seq_lens_q is not None and (attention_mask is not None or bounded is not None):
             raise ValueError(
-                "cu_seq_lens_q with padding (attention_mask) or with rows of a cache: packed documents have neither. "
-                "Leave out attention_mask, and generate from one document per row."
+                "cu_seq_lens_q together with an attention_mask or a cache: packed documents cannot have padding or "
+                "cached rows. Leave out attention_mask, and generate from one document per row."
             )
     except ValueError as error:
         if parallel is not None:
@@ -194,8 +194,8 @@ def find_borders(position_ids: Tensor, batch: int, num_rows: int) -> Tensor | No
     """
     if position_ids.dim() != 2 or position_ids.shape[1] != num_rows:
         raise ValueError(
-            f"position_ids of shape {tuple(position_ids.shape)} for {num_rows} rows: pass (1 or batch, rows), from "
-            "which dilated attention reads where packed documents begin."
+            f"position_ids of shape {tuple(position_ids.shape)} for {num_rows} rows: pass the shape (1 or batch, "
+            "rows). Dilated attention finds the starts of packed documents in position_ids."
         )
     resets = position_ids.diff() != 1
     if torch.compiler.is_compiling():
@@ -254,7 +254,7 @@ def _check_mask(
             remedy = "A BoundedCache works only if the model leaves its keys unchanged: use a DynamicCache."
         raise ValueError(
             f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype}: "
-            f"the pattern decides who attends whom. {remedy}"
+            f"the pattern decides which keys a query attends to. {remedy}"
         )
 
 
@@ -313,8 +313,8 @@ def make_mask(
     _refuse_rules(mask_function, 0 if is_bounded else kv_offset, refused_size, use_vmap)
     if mask_function is bidirectional_mask_function and kv_length != q_length:
         raise ValueError(
-            f"{q_length} queries and {kv_length} keys that see each other both ways: dilated attention is "
-            "self-attention; cross-attention and encoders with a cache are not supported."
+            f"{q_length} queries attend to {kv_length} keys without a causal mask: dilated attention is "
+            "self-attention, with as many keys as queries; cross-attention and encoders with a cache are not supported."
         )
     if not is_own:
         # Raise the ValueError of `pattern_of` if the config has no pattern. The pattern itself is not needed here.
@@ -389,13 +389,13 @@ def _refuse_rules(
     """
     if local_size is not None:
         raise ValueError(
-            f"a layer asks for a sliding window or chunks of {local_size}: that is another pattern, and its cache "
-            "drops rows that dilated attention needs. Set config.sliding_window=None (and layer_types to full)."
+            f"a layer has a sliding window, or chunks, of {local_size} rows. This is another pattern, and the layer's "
+            "cache drops rows that dilated attention needs. Set config.sliding_window=None (and layer_types to full)."
         )
     if use_vmap or "or_mask" in getattr(mask_function, "__name__", ""):
         raise ValueError(
-            "the model masks by rules of its own (image tokens, blocks), but the pattern decides who attends whom. "
-            "Use another attn_implementation for this model."
+            "the model masks by rules of its own (image tokens, blocks), but the pattern decides which keys a "
+            "query attends to. Use another attn_implementation for this model."
         )
     if kv_offset:
         raise ValueError(

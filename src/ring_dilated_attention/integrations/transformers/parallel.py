@@ -66,8 +66,8 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
         check_as_trained(model)
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(
-            f"the forward of {name} takes no position_ids: it could not tell its attention which rows a rank has. Use "
-            "a model that takes position_ids and **kwargs."
+            f"the forward of {name} takes no position_ids. Without them its attention would not know which rows a rank "
+            "has. Use a model that takes position_ids and **kwargs."
         )
     if getattr(model, SHARDED, None) is not None:
         raise ValueError(f"{name} is under context_parallel already: remove() the first handle.")
@@ -261,8 +261,8 @@ def _check_loss(model: nn.Module, output: Any) -> None:
     if loss is None or not torch.isclose(loss, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
         raise ValueError(
             f"the loss of {type(model).__name__} for one label is {loss}, but the cross-entropy of its logits is "
-            f"{expected}. Over ranks only the cross-entropy is computed. Leave out terms that the model adds to it "
-            "(output_router_logits, a loss_function), or call the model without labels and use parallel.mean_loss."
+            f"{expected}. With context_parallel the loss is the cross-entropy alone. Switch off what the model adds "
+            "to it (output_router_logits, a loss_function), or leave out the labels and use parallel.mean_loss."
         )
 
 

@@ -250,8 +250,8 @@ def _check_copy(name: str, model: Any) -> bool:
         if is_as_trained(model.config):
             ours = "attention by the windows and sinks that it passes"
         raise UnfitError(
-            f"{name}: {ours} is not the attention of {kinds}, which masks or changes "
-            "the scores in ways that its arguments do not show. Use another attn_implementation for this model."
+            f"{name}: {ours} gives other results than {kinds}: the model masks or changes scores in a way that "
+            "the arguments of its attention do not show. Use another attn_implementation for this model."
         )
     return causal.pop()
 

@@ -49,8 +49,8 @@ def check_ranks(model: Any, sharded: Callable[[Any, Any], Any]) -> None:
     name = type(model).__name__
     if getattr(model.config, "attn_temperature_tuning", False):
         raise ValueError(
-            f"{name} has attn_temperature_tuning: it scales queries by their positions in the rows that it is given, "
-            "and a rank has only its shard of them. Compute it on one device."
+            f"{name} has attn_temperature_tuning: it scales each query by its position among the rows that "
+            "it receives, and a rank receives only a shard of the rows. Compute it on one device."
         )
     with for_copies(name):
         try:
@@ -148,8 +148,8 @@ def attend_replayed(
     parallel: Recording | None = options.pop("parallel", None)
     if parallel is None:
         raise UnfitError(
-            f"{type(module).__name__} is not given `parallel`, which the model was given: a rank's attention would see "
-            "its own rows alone. Use a model that hands further keywords on to its attention."
+            f"the model received `parallel`, but did not pass it on to {type(module).__name__}: on each rank attention "
+            "would see only this rank's rows. Use a model that passes keywords on to its attention."
         )
     return parallel.attend(module, query_BHMD, key_BGMD, value_BGMD, **options), None
 
@@ -169,20 +169,20 @@ def _check_halves(name: str, model: Any, sharded: Callable[[Any, Any], Any]) -> 
             if not _is_half(output, all_rows, rank):
                 kind = type(model.get_submodule(module)).__name__
                 raise UnfitError(
-                    f"{name}: {kind} ({module}) computes something from all rows that it is given, and a rank has only "
-                    "its shard of them. Use another model (or another rope_type), or compute it on one device."
+                    f"{name}: {kind} ({module}) needs the rows of the whole sequence, and a rank has only a shard of "
+                    "the rows. Use another model (or another rope_type), or compute it on one device."
                 )
         if result is None:
             raise UnfitError(
-                f"{name}: on two ranks its attention is given other rows than on one device, so that ranks would "
+                f"{name}: on two ranks its attention receives other rows than on one device, so that ranks would "
                 "compute another function. Use another model, or compute it on one device."
             )
         for field, value in result.items():
             if isinstance(value, Tensor) and not _is_half(value, whole_result[field], rank):
                 raise UnfitError(
-                    f"{name} computes {field} from all rows of its sequence, and a rank has only its shard of them: "
-                    "call context_parallel with the model without this head (base_model; pooler = None), and give the "
-                    "head what parallel.unshard joins (see docs/integrations.md)."
+                    f"{name} computes {field} from all rows of a sequence, and a rank has only a shard of the rows: "
+                    "call context_parallel with the model without this head (base_model; pooler = None), then pass to "
+                    "the head the rows that parallel.unshard joins (see docs/integrations.md)."
                 )
 
 

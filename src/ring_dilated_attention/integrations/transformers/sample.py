@@ -61,8 +61,8 @@ def whole_sample(model: Any, parallel: ContextParallel, arguments: dict[str, Any
     lengths = parallel.cut.default_lengths(num_positions)
     if 0 in lengths:
         raise ValueError(
-            f"{num_positions} positions over {parallel.world_size} ranks are {lengths}: a rank would have no "
-            "position. Give longer sequences, or fewer ranks."
+            f"{num_positions} positions over {parallel.world_size} ranks are cut into shards of {lengths}: a rank "
+            "would have no position. Give longer sequences, or fewer ranks."
         )
     tensors = {name: arguments[name] for name in CUT if name in arguments}
     positions = arguments.get("position_ids")

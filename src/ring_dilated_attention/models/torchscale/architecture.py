@@ -64,8 +64,9 @@ class TorchscaleConfig:
         if isinstance(self.segment_lengths, DilatedPattern):
             if self.dilation_rates or self.padding != "exact":
                 raise ValueError(
-                    f"padding={self.padding!r} and dilation_rates={self.dilation_rates} beside {pattern}: give a "
-                    "pattern alone, and padding='exact'. Only torchscale's own patterns have its zero rows."
+                    f"padding={self.padding!r} and dilation_rates={self.dilation_rates} with {pattern}: with a "
+                    "DilatedPattern leave out dilation_rates, and pass padding='exact'. Only torchscale's own patterns "
+                    "have its zero rows."
                 )
         else:
             object.__setattr__(self, "segment_lengths", pattern.segment_lengths)

@@ -217,8 +217,8 @@ def _padding(branch: Branch, documents: Documents, ranks: Ranks) -> Padding:
     if ranks.world_size > 1 and (ranks.cut.sharding != "contiguous" or ranks.cut.lengths):
         raise ValueError(
             f"dilation rate {branch.dilation_rate} does not divide segment length {branch.segment_length}: torchscale "
-            f"moves rows to later positions, and ranks do so only with contiguous shards, but these are {ranks.cut}. "
-            "Make the ContextParallel with sharding='contiguous' and without lengths."
+            "then moves rows to later positions. Ranks can do so only with contiguous shards, but these are "
+            f"{ranks.cut}. Make the ContextParallel with sharding='contiguous' and without lengths."
         )
     lengths = [shard_length(shard) for shard in documents.shards]
     borders = tuple(accumulate(lengths, initial=0))
