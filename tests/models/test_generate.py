@@ -105,7 +105,7 @@ def test_what_a_layer_refuses():
         (module, {"positions": torch.arange(3)}, "positions and cache: rows are appended at cache"),
         (module, {"key_padding_mask": hidden}, "say with lengths"),
         (module, {"cu_seqlens": borders}, "cache and cu_seqlens"),
-        (module, {"cache": None, "lengths": torch.tensor([3])}, "there is none: pass cache"),
+        (module, {"cache": None, "lengths": torch.tensor([3])}, "no cache was passed: pass cache"),
         (shared, {}, r"cache and parallel cannot go together.*DilatedCache\.gather"),
     ):
         with torch.no_grad(), pytest.raises(ValueError, match=message):

@@ -192,7 +192,7 @@ def from_torchscale(**changes):
         (lambda: config(normalize_output=1), "normalize_output=1 must be"),
         # zero rows are those of torchscale's patterns
         (lambda: TorchscaleConfig(DENSE), "leave out dilation_rates, and pass padding='exact'"),
-        (lambda: TorchscaleConfig(DENSE, dilation_rates=(1,), padding="exact"), "a pattern alone"),
+        (lambda: TorchscaleConfig(DENSE, dilation_rates=(1,), padding="exact"), "leave out"),
         (lambda: LongNetEncoder(None), "config must be a TorchscaleConfig, got None"),
         (lambda: LongNetEncoder(SMALL, activation_checkpointing=1), "must be True or False, got 1"),
         (lambda: LongNetEncoder(SMALL)([[1.0]]), "embeddings must be a tensor, got list"),

@@ -118,7 +118,7 @@ LENGTHS = "lengths must be an integer tensor (2,)"
         (lambda c: appended(c, backend="sdpa"), ""),
         (lambda c: appended("cache"), "cache must be a DilatedCache or None ... 'cache'"),
         # lengths
-        (lambda c: appended(None, lengths=torch.tensor([1, 1])), "there is none ... pass cache"),
+        (lambda c: appended(None, lengths=torch.tensor([1, 1])), "no cache was passed: pass cache"),
         (lambda c: appended(c, lengths=[1, 1]), f"{LENGTHS} ... [1, 1]"),
         (lambda c: appended(c, lengths=torch.tensor([1])), f"{LENGTHS} ... torch.int64 (1,)"),
         (lambda c: appended(c, lengths=torch.tensor([1.0, 1])), f"{LENGTHS} ... float32"),

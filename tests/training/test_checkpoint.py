@@ -319,7 +319,7 @@ DAMAGES = {
     "a foreign field": (change("hyperparameters/wd", 1), "hyperparameters differ in wd"),
     "a bad phase": (
         change("hyperparameters/phases", ["8:2"]),
-        "--phases '8:2' must be LENGTH:BATCH:STEPS",
+        "--phases '8:2' must be none or LENGTH:BATCH:STEPS",
     ),
     # Digests are right from here on: only the model can tell.
     "a moment is missing": (
