@@ -21,10 +21,10 @@ RULE = (
     "K, M, G, T are powers of 1,000, Ki, Mi, Gi, Ti of 1,024: write 1M, 64Ki, 1e6 or 131,072; set several numbers "
     "apart by spaces"
 )
-# The most ranks, heads and sequences that an option accepts. More would take minutes and gigabytes before the command
-# prints anything.
+# The largest numbers of ranks, heads and sequences that an option accepts. Larger numbers would take minutes and
+# gigabytes before the command prints anything.
 MOST_RANKS, MOST_HEADS, MOST_BATCH = 2**20, 2**16, 2**12
-MOST_ENTRIES = 2**24  # the largest width and vocabulary; a larger number is a typing mistake
+MOST_ENTRIES = 2**24  # the largest layer width or vocabulary; a larger number is a typing mistake
 
 
 def count(text: str) -> int:
@@ -37,7 +37,8 @@ def count(text: str) -> int:
 
 
 def amount(text: str) -> float:
-    """Read the real number of an option, in the notations of `count`. Raises ArgumentTypeError for other texts."""
+    """Read the real number of an option, written in one of the ways that `count` accepts. Raises ArgumentTypeError for
+    other texts."""
     return float(_parse(text))
 
 
@@ -74,7 +75,7 @@ def within(least: int, most: int = MAX_INT64) -> Callable[[str], int]:
 
 
 positive = within(1)
-sequence_length = within(1, 2**44)  # the bytes of a longer call might not fit 64 bits
+sequence_length = within(1, 2**44)  # the byte counts of longer sequences might not fit 64 bits
 
 
 def check_installed(packages: Iterable[str], extra: str, who: str = "") -> None:

@@ -89,8 +89,8 @@ class Trial(NamedTuple):
     def cases(self) -> list[Case]:
         """The entries of `CASES` that the trial can run.
 
-        For a cache, every case is made causal and has one document. With all_to_all, each rank computes some of the
-        heads. So the number of key/value heads must be a multiple of the number of ranks.
+        For the exchange CACHE, every case is made causal, with one document. For all_to_all, a case is kept only if its
+        number of key/value heads is a multiple of the number of ranks, because each rank computes some of the heads.
         """
         cases = []
         for case in CASES:
@@ -214,7 +214,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     shortest = min(case.seq_len for case in CASES)
     numbers = "numbers of ranks (default 1 2 3)"
-    ranks = within(1, shortest)  # each rank must own a position, also in the shortest case
+    ranks = within(1, shortest)  # each rank needs at least one position, in every case
     add("--ranks", type=ranks, nargs="+", default=[1, 2, 3], metavar="P", help=numbers)
     add("--json", action="store_true", help="print the rows as JSON")
 

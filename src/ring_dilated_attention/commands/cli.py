@@ -1,9 +1,9 @@
 """The command `rda`: it imports and runs the module of the subcommand that the user asks for. Modules of other
 subcommands are not imported.
 
-A subcommand's module has `EXAMPLES` (what its --help ends with), `add_arguments(parser)` and `run(arguments) -> exit
-code`. The text of a ValueError that `run` raises is shown to the user. `arguments.argv` holds the words after the
-subcommand, so that `run` can start other processes with them.
+A subcommand's module has `EXAMPLES` (the last lines of the subcommand's --help), `add_arguments(parser)` and
+`run(arguments) -> exit code`. The text of a ValueError that `run` raises is shown to the user. `arguments.argv` holds
+the words after the subcommand, so that `run` can start other processes with these words.
 """
 
 import argparse
@@ -106,6 +106,6 @@ def run(arguments: list[str], asked: str, command: str) -> int:
         parsed.argv = arguments[1:]
         check_installed(["rich"], SUBCOMMANDS[asked].extra)
         return int(chosen.run(parsed))
-    except ValueError as error:  # show the user the text; other errors keep their traceback
+    except ValueError as error:  # show the text of the error, without a traceback
         say(f"{command}: {error}")
         return 2

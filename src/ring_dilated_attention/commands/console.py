@@ -71,7 +71,7 @@ def progress(total: int | None, unit: str) -> "Iterator[Progress]":
     )
     from rich.progress import Progress as Bars
 
-    # Keep rich from taking over sys.stdout, so that what a command prints for a pipe stays on stdout.
+    # Keep rich from taking over sys.stdout. Otherwise rich would send to stderr what a command prints to stdout.
     with Bars(
         BarColumn(),
         MofNCompleteColumn(),
@@ -89,8 +89,8 @@ def progress(total: int | None, unit: str) -> "Iterator[Progress]":
 class Progress:
     """Shows progress: on a terminal as a bar, elsewhere as a line every ten seconds, so that a log stays short.
 
-    Call `note` with a text about what is done now, and then `update` with the number of units done since the last
-    `update`.
+    Call `note` with a text about the unit that is in progress. Then call `update` with the number of units that were
+    finished since the last `update`.
     """
 
     def __init__(self, total: int | None, unit: str, bars: "Bars | None" = None) -> None:

@@ -122,7 +122,8 @@ def measure(
     *,
     through_lse: bool = True,
 ) -> Squares:
-    """Make the call on this rank, and compare its results with the definition. Every rank of `parallel` must call this.
+    """Run the attention call `case` on this rank, and compare the results with the definition. Every rank of `parallel`
+    must call this function.
 
     through_lse: whether the loss uses lse too. If so, some kernels compute the backward differently (see
     `kernels/lse_gradient.py`).

@@ -15,7 +15,8 @@ from .arguments import amount
 
 
 class Machine(NamedTuple):
-    """A rank's rates, the dtype and kernel that reach them, its memory if known, and the source of the numbers."""
+    """A rank's rates, the dtype and kernel that reach these rates, the rank's memory if known, and the source of the
+    numbers."""
 
     hardware: Hardware
     dtype: str
@@ -30,8 +31,8 @@ FLOPS = "FLOPs in a second; 500 TFLOP/s are 5e14"
 BYTES = "bytes in a second, one way; 50 GB/s are 5e10"
 SECONDS = "seconds; 5 µs are 5e-6"
 # For each field: the smallest number accepted, the largest, and the unit. A number outside this range is refused,
-# because the user probably meant another unit. The least rates are low, because tiny tensors on a busy machine are
-# slow: examples/video.py reached only 5e7 FLOP/s.
+# because the user probably meant another unit. The smallest accepted rates are low, because tiny tensors on a busy
+# machine are slow: examples/video.py reached only 5e7 FLOP/s.
 NUMBERS = {
     "flops_per_second": (1e6, 1e17, FLOPS),
     "backward_flops_per_second": (1e6, 1e17, FLOPS),

@@ -61,7 +61,7 @@ def run_ranks(
     """
     start = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload(_PRELOADED)
-    # Start the resource tracker now, because its start unblocks SIGINT, which is blocked below.
+    # Start the resource tracker before SIGINT is blocked below, because starting the tracker unblocks SIGINT.
     resource_tracker.ensure_running()
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []

@@ -51,7 +51,7 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
         say(f"{command}: {reason}")
         return 2
     finally:
-        # Drop the text that argparse or a progress bar could not write to stderr. Neither raises an error for it.
+        # Drop text that could not be written to stderr. argparse and progress bars raise no error for such text.
         drop_unwritten()
         if is_process:
             # Ignore Ctrl-C from now on, because otherwise it would show a traceback while Python shuts down.
@@ -65,7 +65,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def prepare_streams() -> None:
-    """Make sure that printing never ends a command.
+    """Make sure that neither an unusual character nor a closed stream makes printing fail.
 
     If a terminal cannot show a character (of a path, say), the character's code is shown.
 
@@ -76,7 +76,7 @@ def prepare_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor: the closed one
+            os.open(os.devnull, os.O_RDWR)  # the file gets the lowest free number: `descriptor`
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -89,12 +89,14 @@ def say(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        # Drop only text for stderr, because the command must still end with an error if nobody reads stdout.
+        # Drop text for stderr only. Text for stdout is kept, because the command must end with an error if nobody reads
+        # stdout.
         drop_unwritten(sys.stderr)
 
 
 def drop_unwritten(*streams: TextIO) -> None:
-    """Drop text that cannot be written. Otherwise Python writes it at exit, fails, and prints a traceback."""
+    """Drop buffered text that cannot be written. Otherwise Python tries to write the text at exit, fails, and prints a
+    traceback."""
     for stream in streams or (sys.stdout, sys.stderr):
         try:
             stream.flush()

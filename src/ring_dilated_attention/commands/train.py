@@ -102,7 +102,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--timeout", type=within(1, 86_400), default=600, metavar="S", help=late)
     save = "steps between checkpoints; older ones are deleted (default 30)"
     add("--save-every", type=positive, default=30, metavar="N", help=save)
-    # `launch` passes this option to the ranks that it starts: the folder of the store through which the ranks connect.
+    # `launch` passes this option to the ranks that it starts. The option names the folder with the store through which
+    # the ranks connect.
     add("--launched", type=Path, help=SUPPRESS)
     add_hyperparameters(
         parser.add_argument_group("hyperparameters", "kept by a run that goes on"), count
@@ -202,19 +203,19 @@ def train(arguments: Namespace, run: Run | None) -> int:
             if parallel.world_size > 1:
                 dist.destroy_process_group()
             code = 0 if record["status"] == "complete" else INTERRUPTED_EXIT_CODE
-        except (Refusal, loop.TrainingDiverged) as error:  # every rank raises these errors
+        except (Refusal, loop.TrainingDiverged) as error:  # raised by all ranks, or by none
             code = USER_ERROR_EXIT_CODE
             if str(error) and (isinstance(error, Refusal) or started().rank == 0):
                 say(f"rda train: {error}")
         except Exception as error:  # noqa: BLE001  `failed` raises unforeseen errors again
             code = failed(error, arguments, folder)
-        # Delete the count of starts if no restart follows: after any code except FAILED_EXIT_CODE.
+        # A restart follows only after FAILED_EXIT_CODE. After any other code, delete the file that counts starts.
         if folder is not None and parallel.rank == 0 and code != FAILED_EXIT_CODE:
             (folder / STARTS_FILE).unlink(missing_ok=True)
     if arguments.launched is None or code == FAILED_EXIT_CODE:
         return code
-    # Pass the exit code on to the launcher. A code that means no error is passed on by the first rank only. If the
-    # first rank fails in its report of the run, the command must not end with another rank's code.
+    # Pass the exit code on to the launcher. If the code means no error, only the first rank passes it on, because only
+    # the first rank writes the report. If that fails, the command must not end with the code of another rank.
     if code not in (0, INTERRUPTED_EXIT_CODE) or parallel.rank == 0:
         leave_code(arguments.launched, code)
     return 0
@@ -246,8 +247,8 @@ def begin(
 
     if run is None:
         run = together(parallel, partial(prepare_checked, arguments))
-    # Take the folder of the first rank, because without --run-folder each rank has made up its own name, and the names
-    # may differ.
+    # Take the folder of the first rank, because without --run-folder each rank has made up a name for the folder, and
+    # the names may differ.
     folder = Path(on_first(parallel, partial(own, arguments, run, stack)))
     # Prepare the run again if the previous owner of the folder has saved another checkpoint while this run waited for
     # the folder.
@@ -280,7 +281,7 @@ def own(arguments: Namespace, run: Run, stack: ExitStack) -> str:
 
 @contextmanager
 def shown(run: Run, num_done: int) -> "Iterator[Callable[[Step], None]]":
-    """Show the size of the document, then the progress. Yields a function to call after each step.
+    """Show the size of the training text (the document), then the progress. Yields a function to call after each step.
 
     Nothing is shown before training begins: a refused run prints only the reason.
     """
@@ -330,8 +331,9 @@ def failed(error: Exception, arguments: Namespace, folder: Path | None) -> int:
 def code_after_loss(arguments: Namespace) -> int:
     """The exit code of a rank that has lost the connection to another rank and ends.
 
-    Under `rda train --ranks` this waits up to GRACE_SECONDS, so that the rank that failed ends first. If a rank leaves
-    a code for the command meanwhile, that code is returned. Otherwise FAILED_EXIT_CODE is returned.
+    Under `rda train --ranks` this waits up to GRACE_SECONDS, so that the rank that failed ends first. If a rank
+    writes the exit code of the command to CODE_FILE meanwhile, that code is returned. Otherwise FAILED_EXIT_CODE is
+    returned.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that the launcher's SIGTERM ends this rank
     deadline = time.monotonic() + GRACE_SECONDS

@@ -68,8 +68,9 @@ class Exchange(NamedTuple):
 class Counted(NamedTuple):
     """What every rank of a job (an attention call with its shards) computes and receives.
 
-    places: a list of counts. Without all_to_all the list has one entry, which counts all ranks. If groups of ranks use
-    all_to_all, entry i counts the i-th rank of every group. In groups of 2, entry 0 counts the ranks 0, 2, 4, ...
+    places: a list of counts. Without all_to_all the list has one entry, with the counts of all ranks. If groups of
+    ranks use all_to_all, entry i has the counts of the i-th rank of every group. With groups of 2 ranks, entry 0 has
+    the counts of ranks 0, 2, 4, ...
     """
 
     job: Job
@@ -132,7 +133,10 @@ def picked_ranks(counted: Counted) -> list[int]:
 
 
 class RankFigures(NamedTuple):
-    """What one of the `picked_ranks` owns, computes and sends, and if a kernel is given, the memory that it needs."""
+    """What one of the `picked_ranks` owns, computes and sends.
+
+    weight: the memory that the rank needs; None if no kernel is given.
+    """
 
     rank: int
     num_rows: int

@@ -5,17 +5,18 @@ tiles (blocks of queries x keys), posts messages and waits for messages.
 
 Assumptions:
 
-- Computation: a tile takes `call_seconds`, plus its FLOPs divided by the rate of its stage. The rate is the one that
-  kernels reach in practice, including the time to pack rows and to add up results. Messages do not slow computation.
+- Computation: a tile takes `call_seconds`, plus its FLOPs divided by the FLOPs per second of the stage. Kernels reach
+  this rate in practice, including the time to pack rows and to add up results. Messages do not slow computation.
   Posting a message takes no time.
 - Network: a rank sends one message at a time and receives one at a time, each at `bytes_per_second`. Messages go in the
   order in which the rank posts them, as on one NCCL stream. A message starts when its sender and its receiver have
   posted it, and neither is busy with an earlier message. It arrives one latency after its last byte has left.
 - Hosts: consecutive ranks share a host. Messages inside a host may have different rates from messages between hosts.
 - Handshake: before each stage every rank waits for the slowest rank, and for a few rounds of messages after which every
-  rank has heard from all others (`plan/rounds.py`). Each round takes one latency; the first may be given as measured.
+  rank has heard from all others (`plan/rounds.py`). Each round takes one latency. But for the first
+  round, a measured time may be given.
 
-A shorter duration never delays anything. So faster hardware never makes a step slower.
+If a tile or a message takes less time, nothing happens later than before. So faster hardware never makes a step slower.
 """
 
 from collections import deque
@@ -175,7 +176,7 @@ class _Rank:
 
     def post(self, step: Post) -> tuple[list["Side"], list["Side"]]:
         # If groups of ranks use all_to_all, ring k joins the k-th ranks of all groups. So the plan names a peer by the
-        # number of its group, and `side` turns this number into the peer's rank.
+        # number of the peer's group, and `side` turns this number into the peer's rank.
         size = 1
         place = 0
         if self.dealing is not None:
@@ -234,10 +235,10 @@ def _row_bytes(name: str, plan: Plan, sizes: Sizes) -> int:
 
 @dataclass
 class Side:
-    """A message as one of its two ranks posted it. peer: the other rank.
+    """One end of a message: its sender or its receiver. peer: the rank at the other end.
 
-    posted: the moment at which the rank posted the message. done: the moment at which the message arrives; None until
-    it is known.
+    posted: the moment at which the rank at this end posted the message. done: the moment at which the message
+    arrives; None until this moment is known.
     """
 
     peer: int

@@ -7,14 +7,15 @@ from ..plan.sharding import SHARDINGS, WITHOUT_DOCUMENTS, Borders
 from .call_cost import Exchange, Figures, PlannedCall, forecast
 from .clock import Hardware, time_text
 
-WORTH_IT = 0.95  # an exchange is advised only if it takes at most this share of the time
-# The sharding zigzag_documents is tried only if documents * ranks**2 is at most this. It takes long to plan, because it
-# makes a ring of all ranks for each document.
+# An exchange is advised only if its time is at most this share of the time with the exchange that the user asked for.
+WORTH_IT = 0.95
+# The sharding zigzag_documents is tried only if documents * ranks**2 is at most this number. Planning this sharding
+# takes long, because each document has a ring of all ranks.
 MOST_DOCUMENT_WORK = 2**17
 
 
 class Alternative(NamedTuple):
-    """One exchange with one sharding, and what a call would then compute, send and take in time."""
+    """One exchange with one sharding, and the figures (work, bytes sent, time) that a call with both would have."""
 
     exchange: Exchange
     sharding: str
@@ -22,10 +23,10 @@ class Alternative(NamedTuple):
 
 
 def exchanges_of(call: PlannedCall, hardware: Hardware | None) -> list[Exchange]:
-    """Every exchange that the call may take.
+    """Every exchange that the call can use.
 
     On a 2-D mesh ranks use all_to_all inside groups, and rings between groups. Of all 2-D meshes, only the one with the
-    largest groups that fit into a host is listed.
+    largest groups is listed. If `gpus_per_host` is given, the size of a group must divide `gpus_per_host`.
     """
     num_ranks = call.num_ranks
     sizes = [d for d in range(2, num_ranks + 1) if num_ranks % d == call.num_kv_heads % d == 0]

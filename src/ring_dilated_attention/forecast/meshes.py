@@ -1,4 +1,5 @@
-"""Lists all meshes of a number of devices, sorted by the tokens per second at which a decoder trains on them.
+"""Lists the meshes that a given number of devices can form. Meshes that fit the memory come first. Of these, the
+mesh on which a decoder trains the most tokens per second is at the top.
 
 A mesh of data x sequence devices has `data` groups. Each sequence is split over the `sequence` devices of a group.
 

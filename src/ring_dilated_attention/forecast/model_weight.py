@@ -4,7 +4,7 @@ One or two of the decoder's blocks run forward and backward on tensors of the de
 tensors that exist at the same time are counted. All blocks are alike, so each further block adds as many bytes as the
 second.
 
-`simulate/weighing.py` tells what attention holds, on the rank where it holds most.
+`simulate/weighing.py` counts the bytes that an attention call holds. `meshes.py` takes the rank that holds most.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ ACTIVATIONS = ("kept", "checkpointed")
 
 
 class DecoderWithLoss(nn.Module):
-    """Returns the sum of a decoder's losses.
+    """A decoder with its loss, made only to measure memory. It returns a sum of losses.
 
     body: the module that turns tokens (B, N) into hidden rows (B, N, E). head: the module that turns hidden rows into
     logits.
@@ -88,7 +88,7 @@ def count_decoder(
 ) -> Decoder:
     """Count a decoder's parameters and the entries of its matrices.
 
-    Only modules of one block and of two blocks are made. Each further block adds as much as the second.
+    Only a decoder with one block and a decoder with two blocks are made. Each further block adds as much as the second.
     """
     one, two = make(1, False), make(2, False)
     block_parameters = _parameters(two) - _parameters(one)

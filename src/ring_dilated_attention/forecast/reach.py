@@ -13,7 +13,7 @@ more nodes than a million.
 
 To find the keys that a set of queries attends to in a branch, the set is moved by 1, 2, 4, ... times the dilation rate,
 one move after the other. After each move the moved set is united with the set before the move. Nothing moves over the
-border of a segment. A sliding window has no borders: its moves add up to its width.
+border of a segment. A sliding window has no borders: the moves in one direction add up to the reach of the window.
 """
 
 from collections.abc import Iterator, Sequence
@@ -110,7 +110,7 @@ class _Move(NamedTuple):
 
 class _Branch(NamedTuple):
     """A branch: the positions that its heads read, and the moves that turn a set of queries into the set of keys that
-    they attend to."""
+    the queries attend to."""
 
     read: int  # the set of positions that heads read
     moves: list[_Move]
@@ -193,8 +193,8 @@ def _branch(
         farthest = 2**segment - 2**rate
         heads = pattern.heads_of(number, num_heads)
         phases = [pattern.phase_of(number, head, num_heads) or 0 for head in heads]
-        # The phases that heads read are consecutive under every phase rule. So make the range of phases, and repeat it
-        # every 2**rate positions.
+        # A phase is a position modulo the dilation rate 2**rate. Under every phase rule, heads read consecutive phases.
+        # So make the set of these phases, and repeat the set every 2**rate positions.
         read = sets.of(min(phases), max(phases) + 1, rate)
         for _ in range(rate, height):
             read = sets.join(read, read)
@@ -218,10 +218,10 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
 
     - Places 0 and `num_heads` of several segments. A query at place 0 hears of earlier segments only by wider branches.
       The position at place `num_heads` may be one that no head reads.
-    - The first segments are tried, because a causal query there can hear of few positions, so that each counts more.
-      The last segments are tried, because they may be shorter.
-    - With a window of w positions, also places w - 2 and w - 1 of these segments. The window shows keys before the
-      start of a segment only to the first w - 1 queries of the segment.
+    - The first segments are tried, because there a causal query can hear of few positions, and missing one of them
+      lowers the share more. The last segments are tried, because they may be shorter.
+    - With a window of w positions, also places w - 2 and w - 1 of these segments. Through a causal window,
+      only the first w - 1 queries of a segment attend to keys before the segment.
     - With a window, also the last queries of the sequence, since one of them may be read by no head.
     """
     shortest = min(branch.segment_length for branch in pattern.branches)

@@ -5,11 +5,12 @@ patterns are tried:
 
 - Three follow LongNet's rule with a ratio a of 2, 4 or 8. w is w_0, w_0 * a, w_0 * a**2, ... up to the whole sequence,
   and r is 1, a, a**2, ...
-- One has two branches: w_0 with r = 1, and the whole sequence with an r for which a query attends to about equally many
-  keys in both branches. But r is at most the number of heads, so that some head reads each position.
+- One has two branches. The first has segments of w_0 and r = 1. The second is the whole sequence. Its r is chosen so
+  that a query attends to about equally many keys in both branches. But r is at most the number of heads, so that every
+  position is read by some head.
 
-A pattern with two branches of this kind recalled most of what dense attention did (docs/learning.md, "Recall at a
-distance").
+In an experiment, a pattern with two such branches recalled most of the facts that dense attention recalled
+(docs/learning.md, "Recall at a distance").
 
 In each pattern, w_0 is the largest power of two that keeps the pairs within the budget. A sliding window of w_0
 positions may replace the segments of w_0.

@@ -154,7 +154,7 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware | None:
     # disturbed the network.
     bandwidth = LARGE_MESSAGE / (large - small) if large > 2 * small else LARGE_MESSAGE / large
     # A call also takes time outside its tiles (blocks of queries x keys). `Hardware` has no field for this time. So add
-    # it to the time of the handshake, which each forward and each backward has once.
+    # it to the time of the handshake: each forward and each backward has exactly one handshake.
     handshake = max(
         one["messages"]["handshake_seconds"] + one["rates"]["around_seconds"] for one in everyone
     )
@@ -212,9 +212,9 @@ def text(everyone: list[dict[str, Any]], hardware: Hardware | None) -> str:
 
 
 def machine_found(everyone: list[dict[str, Any]], hardware: Hardware) -> Machine:
-    """The machine that --save writes for `rda plan --hardware`.
+    """The description of a rank that --save writes to a file, for `rda plan --hardware`.
 
-    Its memory is that of the rank with the least memory. Ranks that compute on a CPU share the memory of their host.
+    The memory is that of the rank with the least memory. Ranks that compute on a CPU share the memory of their host.
     """
     first = everyone[0]
     hosts = [one["host"] for one in everyone]

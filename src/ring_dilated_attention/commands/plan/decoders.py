@@ -67,7 +67,7 @@ def transformers_decoder(path: Path, pattern: DilatedPattern) -> Decoder:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, dilated_attention=None)
         num_layers = config.num_hidden_layers
-        config.num_hidden_layers = 2  # keep 2, since `count_decoder` makes at most 2 layers
+        config.num_hidden_layers = 2  # 2 are enough: `make` is called for at most 2 layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:2]
         with torch.device("meta"):
@@ -86,7 +86,7 @@ def transformers_decoder(path: Path, pattern: DilatedPattern) -> Decoder:
         copied.train()
         if is_checkpointed:
             options = {"use_reentrant": False, "context_fn": save_attention}
-            # Call the method by its new name if transformers has it, because newer versions warn about the older name.
+            # Use the new name of this method if transformers has it: newer versions warn about the older name.
             older = copied.gradient_checkpointing_enable
             getattr(copied, "activation_checkpointing_enable", older)(options)
         return DecoderWithLoss(copied.base_model, copied.get_output_embeddings(), config.vocab_size)

@@ -1,5 +1,5 @@
-"""`rda plan model`: lists the meshes of a number of GPUs, sorted by the tokens per second at which a model trains on
-them."""
+"""`rda plan model`: lists the meshes that a given number of GPUs can form. Meshes that fit the memory come first. Of
+these, the mesh with the most tokens per second in training is at the top."""
 
 import json
 from argparse import ArgumentParser, Namespace

@@ -134,8 +134,7 @@ def documents_of(arguments: Namespace) -> tuple[int, ...] | None:
 
 
 def exchange_of(job: Job, sizes: Sizes, asked_for: str) -> tuple[Exchange, Choice]:
-    """The exchange that the user asked for, or the exchange that a call would choose. Also returns the reason for
-    it."""
+    """The exchange that the user asked for, or else the one that a call would choose. `Choice` states the reason."""
     if job.num_ranks == 1:
         return Exchange(), Choice("none", "one rank: nothing to send")
     choice = Choice(asked_for, "asked for")
@@ -200,7 +199,7 @@ def lines_of(
 
 
 def table_of_alternatives(rows: list[Alternative]) -> str:
-    """A table of every exchange and sharding, the fastest first. Every sharding has shards of nearly equal length."""
+    """A table of every exchange and sharding, the fastest first. In all rows, shards have nearly equal lengths."""
     lines = []
     for row in rows:
         step = waits = ""
