@@ -136,7 +136,7 @@ def bad_slides():
         yield write(f"slides/{name}", *arrays), reason
     for name, content, reason in (
         ("numbered.pt", {1: features, 2: coords}, "holds no features: it has 1, 2, and"),
-        ("bare.pt", features, "holds a Tensor alone: save "),
+        ("bare.pt", features, "holds a Tensor, not a dict: save "),
     ):
         torch.save(content, f"slides/{name}")
         yield Path(f"slides/{name}"), reason

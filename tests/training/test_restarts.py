@@ -168,7 +168,7 @@ def test_a_finished_run_is_reported(whole, whole_folder, monkeypatch):
         ),
         (
             "",
-            "torchrun --max-restarts needs --run-folder, by which ranks that start again find their run",
+            "torchrun --max-restarts needs --run-folder: in it restarted ranks find their run",
         ),
     ],
 )

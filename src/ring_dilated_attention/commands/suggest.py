@@ -96,7 +96,9 @@ def describe(arguments: Namespace) -> list[dict[str, Any]]:
     patterns = suggestions(seq_len, heads, dense / arguments.speedup, **rules)
     if not patterns:
         few = f"--speedup {arguments.speedup:g} over {seq_len:,} positions"
-        raise ValueError(f"{few}: none of the patterns tried has so little work; allow more work")
+        raise ValueError(
+            f"{few}: every pattern that was tried needs more work; give a smaller --speedup"
+        )
     candidates = []
     with progress(len(patterns), "candidate") as bar:
         for pattern, rule in patterns:

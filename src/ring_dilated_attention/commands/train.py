@@ -135,7 +135,7 @@ def prepare_checked(arguments: Namespace) -> Run:
         raise ValueError(f"--restarts {arguments.restarts}, but {rule}")
     if are_by_torchrun() and arguments.run_folder is None:
         raise ValueError(
-            "torchrun --max-restarts needs --run-folder, by which ranks that start again find their run"
+            "torchrun --max-restarts needs --run-folder: in it restarted ranks find their run"
         )
     return prepare(arguments)
 

@@ -131,7 +131,8 @@ def reach(
         length = block_length(branch, is_causal=pattern.is_causal)
         if (length < seq_len and length.bit_count() > 1) or branch.dilation_rate.bit_count() > 1:
             raise ValueError(
-                f"only powers of two can be followed, got {branch}; a segment of the whole sequence may have any length"
+                f"lengths and rates must be powers of two, got {branch}; only a segment of the whole sequence may "
+                "have any length"
             )
     queries = queries_to_follow(pattern, seq_len, num_heads)
     least: list[float] = []

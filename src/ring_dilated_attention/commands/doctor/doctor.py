@@ -119,7 +119,9 @@ def examined_with(rank: int, num_ranks: int, seconds: float) -> list[dict[str, A
         )
     except RuntimeError as error:
         where = f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {seconds:g} s"
-        raise RuntimeError(f"not all {num_ranks} ranks met {where}: {first_line(error)}") from error
+        raise RuntimeError(
+            f"some of {num_ranks} ranks did not connect {where}: {first_line(error)}"
+        ) from error
     everyone = examine(None, MEASURING_SECONDS)
     dist.destroy_process_group()
     return everyone

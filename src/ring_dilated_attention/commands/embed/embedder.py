@@ -50,5 +50,7 @@ def embed_slide(model: LongNetViT, options: Namespace, path: Path) -> tuple[Any,
         embedding = states[-1][0]
     embedding = embedding.cpu()
     if not embedding.isfinite().all():
-        raise ValueError("its features are finite and its embedding is not: too large for float32")
+        raise ValueError(
+            "the features are finite, but not the embedding: they are too large for float32"
+        )
     return embedding.numpy(), [str(warning.message) for warning in caught]

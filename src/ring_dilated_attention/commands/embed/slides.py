@@ -39,7 +39,7 @@ def read_slide(path: Path, tile_size: float | None) -> tuple[Tensor, Tensor]:
         loaded = load_tensors(path, is_mapped=True)
         if not isinstance(loaded, dict):
             raise ValueError(
-                f"holds a {type(loaded).__name__} alone: save {{'features': ..., 'coords': ...}}"
+                f"holds a {type(loaded).__name__}, not a dict: save {{'features': ..., 'coords': ...}}"
             )
         return _arrays_of(loaded, loaded, tile_size)
     except ValueError:
