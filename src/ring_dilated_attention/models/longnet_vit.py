@@ -65,8 +65,8 @@ def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> 
 
     Args:
         max_wsi_size: the side of the slide, in pixels. The original code has the default 262,144, but 250,000 in its
-            fine-tuning scripts. The two values give different functions, and the published weights do not say which
-            value they need.
+            fine-tuning scripts. The two values give different segment lengths, so the same weights give different
+            outputs. The published weights do not say which value they need.
         tile_size: the side of a tile, in pixels. The published weights are used with 256.
 
     Raises:

@@ -163,10 +163,10 @@ class _Planner:
         key: Piece,
         again: tuple[int, int] = (1, 0),
     ) -> Iterator[Tile]:
-        """The tiles of own queries times own keys under a mask, for all heads.
+        """The tiles of this rank's queries times this rank's keys under a mask, for all heads.
 
-        number: the branch. origin: where the segment starts. again: (n, step) gives each tile n segments, each `step`
-        positions after the previous segment.
+        number: the branch. origin: where the segment starts. again: (n, step) repeats each tile in n segments; a
+        segment starts `step` positions after the previous one. (1, 0) is only the segment at `origin`.
         """
         rate = self.pattern.branches[number].dilation_rate
 

@@ -47,7 +47,8 @@ class ShardIndex:
         return Piece(start, stop, self.first_row[span] + start - span.start)
 
     def pieces(self, start: int, stop: int) -> dict[int, list[Piece]]:
-        """Cut positions start..stop-1 where the owner or its span changes. Returns each rank's pieces, in order."""
+        """Split the range start..stop-1 into pieces. A new piece begins where another span begins, of the same rank or
+        of another rank. Returns each rank's pieces, in order."""
         pieces_of_ranks: dict[int, list[Piece]] = {}
         position = start
         while position < stop:
@@ -135,12 +136,12 @@ class RingMaker:
     def members(
         self, branch: int, origin: int, stop: int
     ) -> Iterator[tuple[dict[int, list[Piece]], list[HeadGroup]]]:
-        """Group the heads of a segment, so that the rows of all heads in a group are needed by the same ranks.
+        """Find the heads of a segment that can share a ring, because the same ranks need their rows.
 
         A rank that has rows of a phase needs all other rows of this phase. In a causal pattern it needs only the rows
-        before its own last piece.
+        before its own last piece. So heads can share a ring if the same ranks have rows of their phases.
 
-        Yields for each group the pieces of each rank that has rows, and the heads.
+        Yields a pair for each such set of heads: the pieces of each rank that has rows, and the heads.
         """
         rate = self.pattern.branches[branch].dilation_rate
         pieces_of_ranks = self.index.pieces(origin, stop)

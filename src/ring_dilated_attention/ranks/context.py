@@ -238,9 +238,9 @@ class ContextParallel(NamedContext):
         fields: dict[str, object] = {"call": "mean_loss over more ranks"}
         if not failure:
             fields["over"] = f"{over.name} of ranks {over.ranks.members}"
-        # If one rank of this context refuses `over`, `agree` raises on all ranks of this context, and none of them
-        # takes part in the messages of `over`. Ranks of other contexts may already wait for these messages. So
-        # `all_or_none` breaks the connections of `over`, and the waiting ranks fail and do not hang.
+        # If a rank of this context refuses the larger context `over`, `agree` raises on all ranks of this context, and
+        # none of them sends the messages of `over`. Ranks outside this context may already wait for these messages. So
+        # a rank that did not refuse breaks the connections of `over` by `all_or_none`, and the waiting ranks fail.
         with nullcontext() if failure or over is self else over.ranks.all_or_none():
             self.ranks.agree(0, fields, failure)
         return mean_loss(over.ranks, local_sum, local_count, step_count)

@@ -107,7 +107,7 @@ class ShardedForward:
         # Pairs (config, name of its attention before `context_parallel` switched the model to AS_TRAINED). Empty if the
         # model was not switched.
         self.attention_before: list[tuple[Any, str]] = []
-        self.attention = model.config._attn_implementation  # the attention that forwards must use
+        self.attention = model.config._attn_implementation  # what every forward must use
         decoder = model.get_decoder()
         if not isinstance(decoder, PreTrainedModel):
             # Take the base model, because ModernBERT's get_decoder() returns the model's last layer.

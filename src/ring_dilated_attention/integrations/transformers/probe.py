@@ -90,7 +90,7 @@ def attend_seen(
 def attend_alone(
     module: nn.Module, query_BHMD: Tensor, key: Tensor, value_BGMD: Tensor, *args: Any, **_: Any
 ) -> tuple[Tensor, None]:
-    """The attention function of tiny copies in which each position attends only to itself."""
+    """An attention function by which each position attends only to itself. Tiny copies of a model run with it."""
     num_queries_each = query_BHMD.shape[1] // value_BGMD.shape[1]
     return value_BGMD.repeat_interleave(num_queries_each, 1).transpose(1, 2).contiguous(), None
 
