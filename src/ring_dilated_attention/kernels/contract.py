@@ -2,8 +2,8 @@
 key rows that they attend to). Backends are modules that implement the interface.
 
 B batch, N positions, H query heads, G key/value heads, M query rows, L key rows, D head dim. In a tile's tensors, B
-counts batch entries times segments. Tensors may have any strides, except that the last dim has stride 1. A tile is
-never empty. A causal tile has M == L.
+counts every segment of every batch entry. Tensors may have any strides, except that the last dim has stride 1. A tile
+is never empty. A causal tile has M == L.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,9 +69,9 @@ class Kernel(Protocol):
 
     NAME: str
     TRAITS: Traits
-    # `ops` takes a (B, N, H, D) tensor. For the name of each op of the backend, the result has the reason why this op
-    # cannot run dense attention on the tensor, or None if it can. The kernel runs the first op that can. If the backend
-    # has only one op, `ops` is None.
+    # `ops` takes a (B, N, H, D) tensor. The result maps the name of each op of the backend to the reason why this op
+    # cannot run dense attention on the tensor, or to None if it can. The kernel runs the first op that can. If the
+    # backend has only one op, `ops` is None.
     ops: Callable[[Tensor], dict[str, str | None]] | None
 
     def why_not(self, query: Tensor) -> str | None:

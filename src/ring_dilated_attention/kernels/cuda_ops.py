@@ -35,7 +35,7 @@ class TileFacts(NamedTuple):
 
 class Op(NamedTuple):
     """One attention op of torch, `aten._scaled_dot_product_<name>_attention`. The fields say which tiles the op and its
-    backward op take, and with which arguments."""
+    backward op can compute, and which arguments the two ops get."""
 
     is_enabled: Callable[[], bool]  # Whether the op is switched on in torch.
     # The dtypes that the op takes, each with the least compute capability that it needs.
@@ -187,7 +187,7 @@ OPS = {
     "cudnn": Op(
         torch.backends.cuda.cudnn_sdp_enabled,
         _SM80,
-        # The limit is 128: on some GPUs some versions of cuDNN take larger head dims, but not always in backward.
+        # On some GPUs some versions of cuDNN take larger head dims in forward, but not always in backward.
         max_head_dim=128,
         backward_arguments=_cudnn_arguments,
         refuses=_cudnn_refuses,
@@ -207,7 +207,7 @@ _CUDNN_FIRST = (9, 10)
 
 
 def in_order(tile: TileFacts) -> tuple[str, ...]:
-    """The names of OPS, in the order in which they are tried. The first op that takes a tile runs it."""
+    """The names of OPS, in the order in which they are tried. The first op that can compute the tile is used."""
     # Try cuDNN last while tokens are generated, because the number of keys then grows with every token, and cuDNN makes
     # a new plan for each number of keys.
     is_of_token = tile.num_rows < 128 and tile.num_keys != tile.num_rows

@@ -22,7 +22,7 @@ def num_columns(dtype: torch.dtype) -> int:
 
 
 def with_dlse_columns(rows: BackwardRows, width: int) -> BackwardRows:
-    """The rows with `width` more columns, of which the first one or three carry dlse (`num_columns`).
+    """The rows with `width` new columns. The first one or three of these carry dlse (`num_columns`), the rest are 0.
 
     The caller must pass `scale` to the op, because the op's default is computed from the head dim, which is larger now.
     """

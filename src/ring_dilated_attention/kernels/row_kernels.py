@@ -26,9 +26,9 @@ DTYPES = {
 
 @triton.jit
 def write_kernel(table, numbers, NUM: tl.constexpr, OFFSET: tl.constexpr):
-    """Write the numbers to the table on the GPU. The numbers are kernel arguments, because a copy from the host has two
-    drawbacks. The host would wait for it. And a CUDA graph would repeat it at each replay, when the host's memory may
-    have changed."""
+    """Write the numbers to the table on the GPU. The numbers are kernel arguments, and are not copied from the host.
+    The host would wait for such a copy. And a CUDA graph would repeat the copy at each replay, when the host's memory
+    may have changed."""
     for i in tl.static_range(NUM):
         tl.store(table + i, (numbers[i] >> 1) - OFFSET)
 
@@ -62,12 +62,11 @@ def _indices(tile, entry, head, row_N):
 
 @triton.jit
 def _pointers(fields, b_N, k, m_N, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers to the rows (b_N, k, m_N) of one tensor of a tile. fields: points to the tensor's pointer in the table.
-    The tensor's three strides follow it."""
+    """Pointers to the rows (b_N, k, m_N) of one tensor of a tile. fields: the place in the table that holds four
+    integers: the tensor's pointer and its three strides."""
     pointer = tl.load(fields).to(tl.pointer_type(DTYPE))
     stride_b, stride_h, stride_m = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
-    # Tell the compiler if every row begins at a multiple of 16 bytes. In this case ALIGNED is the number of elements in
-    # 16 bytes, otherwise 1.
+    # If ALIGNED > 1, every row begins at a multiple of 16 bytes, and 16 bytes hold ALIGNED elements. Tell the compiler.
     if ALIGNED > 1:
         pointer = tl.multiple_of(pointer, 16)
         stride_b = tl.multiple_of(stride_b, ALIGNED)
@@ -164,7 +163,7 @@ def add_kernel(
     is_needed = True
     if which > 0:
         # The grid has a program for each query head. For dk and dv one program per key/value head is enough: the
-        # program of its first query head.
+        # program of the first query head that uses this key/value head.
         is_needed = head % ratio == 0
         head = head // ratio
         num_heads = num_kv_heads

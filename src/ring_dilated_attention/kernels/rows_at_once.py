@@ -18,7 +18,7 @@ from torch import Tensor
 from ..plan.rows import Rows
 from .contract import GradientSum, TileRows
 
-# The table has this many integers per tile, before the pointers and strides of the tile's tensors.
+# In the table each tile has this many integers, followed by the pointers and strides of the tile's tensors.
 FIELDS = 12
 # One launch of `write_kernel` writes this many integers to the table. Twelve tiles of a forward need 240. GPUs allow 4
 # KB of arguments.
@@ -198,9 +198,8 @@ def _constants(
 ) -> dict[str, Any]:
     """The constants that a kernel is compiled with.
 
-    num_large: how many of a tile's tensors have the dim D. Tensors with the dim D come before tensors without it. If
-    every row of the tensors with D begins at a multiple of 16 bytes, ALIGNED in the result is the number of elements in
-    16 bytes. Otherwise ALIGNED is 1.
+    num_large: how many of a tile's tensors have the dim D. These tensors come first. If all their rows begin at
+    multiples of 16 bytes, ALIGNED in the result is the number of elements in 16 bytes. Otherwise ALIGNED is 1.
     """
     from .row_kernels import DTYPES
 
@@ -239,7 +238,7 @@ def _numbers(tile: TileRows) -> list[int]:
 def _geometry(rows: Rows) -> tuple[int, ...]:
     heads, first, shift, step, num_rows, segments, segment_step = rows
     last = first + (len(heads) - 1) * shift + (segments - 1) * segment_step + (num_rows - 1) * step
-    if segments == 1:  # set a step that no row index reaches, so that all rows are in segment 0
+    if segments == 1:  # with a step larger than every row index, all rows are in segment 0
         segment_step = 2**31 - 1
     return (
         first,

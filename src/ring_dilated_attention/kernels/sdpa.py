@@ -4,9 +4,10 @@ ops: flash, memory-efficient and cuDNN.
 Unverified: no GPU has run it. It is written from the ops' schemas and sources, and tested on meta tensors and with
 stand-ins that keep to the ops' contracts.
 
-The first op of `cuda_ops.in_order` that takes a tile runs it. `torch.nn.attention.sdpa_kernel([...])` enables ops as
-usual, but does not change their order, even with set_priority. After a call of
-`torch.nn.attention.activate_flash_attention_impl` FlashAttention 3 or 4 runs instead of torch's flash.
+For each tile, the ops are tried in the order of `cuda_ops.in_order`, and the first op that can compute the tile is
+used. `torch.nn.attention.sdpa_kernel([...])` enables ops as usual, but does not change their order, even with
+set_priority. After a call of `torch.nn.attention.activate_flash_attention_impl` FlashAttention 3 or 4 runs instead of
+torch's flash.
 
 Names are those of `contract.py`.
 """
@@ -37,8 +38,8 @@ def why_not(query: Tensor) -> str | None:
         return f"serves CUDA tensors, got {query.device}"
     if query.dtype not in DTYPES:
         return f"serves {', '.join(map(str, DTYPES))}, got {query.dtype}"
-    # Under torch.compile assume that an op is enabled, because the compiler cannot trace the check below. The check is
-    # made when the compiled call runs.
+    # Under torch.compile skip the checks below, because the compiler cannot trace them. They are made when the compiled
+    # call runs.
     if torch.compiler.is_compiling():
         return None
     against = _against(_any_tile(query))
@@ -115,7 +116,7 @@ def _first(tile: TileFacts) -> str | None:
 
 
 def _choose(tile: TileFacts) -> str:
-    """The name of the first op that takes the tile. Tiles of one call may go to different ops."""
+    """The name of the first op that can compute the tile. Different tiles of one call may get different ops."""
     name = _first(tile)
     if name is not None:
         return name

@@ -1,5 +1,5 @@
-"""What the planner needs to know about each kernel: its scratch memory, its longest tile, and when copies of rows save
-time.
+"""What the planner needs to know about each kernel: its scratch memory, the most rows of a tile, and when copies of
+rows save time.
 
 This file does not import torch, so that planning needs no torch. A tile is some query rows and the key rows that they
 attend to.
@@ -38,9 +38,9 @@ def cuda_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
     """Bytes that torch's CUDA ops allocate and free within a call, for a tile's tensors (B, H, M, D). dout: None in
     forward.
 
-    According to torch's sources flash's backward allocates two float32 tensors: dq with padded rows and head dims, and
-    a tensor with one number for each row. cuDNN is assumed to need about as much; its needs are not documented. Nothing
-    was measured.
+    In torch's sources, the backward of flash allocates two float32 tensors: dq with padded rows and head dims, and a
+    tensor with one number for each row. cuDNN is assumed to need about as much, since its needs are not documented.
+    Nothing was measured.
     """
     if dout is None:
         return 0
@@ -50,8 +50,8 @@ def cuda_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
 
 
 # In flash's backward the accumulator of dq may have at most this many elements, including the padding of rows and head
-# dim. Flash has 32-bit indices, and with more elements it would write out of bounds. So larger tiles are split,
-# whichever op computes them: the ops without this limit are not slower with tiles of this size.
+# dim. Flash has 32-bit indices, and with more elements it would write out of bounds. So larger tiles are split.
+# This is done for all ops, because the ops without this limit are not slower with tiles of this size.
 MOST_PADDED = 2**31
 
 

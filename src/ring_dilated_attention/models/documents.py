@@ -29,7 +29,7 @@ class Documents:
 
     @property
     def last_rows(self) -> list[int]:
-        """The rows of this rank's shard that are the last of a document, as indices into the shard."""
+        """For each document that ends in this rank's shard: the index of the document's last row in the shard."""
         rows = []
         for row, (start, stop) in zip(first_rows(self.shard), self.shard, strict=False):
             for end in self.borders:
@@ -87,7 +87,7 @@ def agree_on_documents(
     else:
         borders = (0, total) if total else (0,)
     if parallel is None:
-        # Make the single shard here: `ranks.shards` uses an lru_cache, of which torch.compile would warn.
+        # Do not call `ranks.shards`, because torch.compile would warn that it uses an lru_cache.
         shards: tuple[Shard, ...] = ((Span(0, total),) if total else (),)
     else:
         shards = ranks.shards(lengths, None if packed is None else borders)
@@ -95,7 +95,7 @@ def agree_on_documents(
 
 
 def why_not_dense(**tensors: Any) -> str | None:
-    """Which argument is not a dense tensor with data, and why, as a text. None if all arguments are such tensors."""
+    """The reason why an argument is refused, with its name, or None if all arguments are dense tensors with data."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             return f"{name} must be a tensor, got {type(x).__name__}"
@@ -107,7 +107,7 @@ def why_not_dense(**tensors: Any) -> str | None:
 def why_no_tokens(tokens_BN: Any, setting: str, num_tokens: int) -> str | None:
     """Why a model cannot take these tokens, or None if it can.
 
-    Tokens must be integers from 0 to num_tokens - 1. setting: the model's name for num_tokens, such as "vocab_size".
+    Tokens must be integers from 0 to num_tokens - 1. setting: what the error calls num_tokens, such as "vocab_size".
     """
     if not isinstance(tokens_BN, Tensor):
         return f"tokens must be a tensor of integers (batch, N), got {type(tokens_BN).__name__}"

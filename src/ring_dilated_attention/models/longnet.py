@@ -96,9 +96,9 @@ class LongNetBlock(nn.Module):
 class LongNetLM(nn.Module):
     """A language model: tokens (B, N) to logits (B, N, V). Under `parallel` N is the length of this rank's shard.
 
-    Under `parallel` do not take the mean of a loss over each rank's logits. Ranks may hold different numbers of labels.
-    Then the mean of the ranks' means is not the mean over all labels, and DDP and FSDP2 compute a wrong gradient. Call
-    `loss`, or pass to `parallel.mean_loss` the sum of this rank's losses and the number of this rank's labels.
+    Under `parallel` no rank should compute a mean loss from its own logits alone. Ranks may hold different numbers of
+    labels. Then the mean of the ranks' means is not the mean over all labels, and DDP and FSDP2 compute a wrong
+    gradient. Instead call `loss`, or pass this rank's sum of losses and number of labels to `parallel.mean_loss`.
 
     Args:
         activation_checkpointing: keep only each block's input and attention output. Backward recomputes other tensors.
@@ -138,7 +138,7 @@ class LongNetLM(nn.Module):
             self.reset_block(block)
 
     def reset_ends(self) -> None:
-        """Draw the parameters before and after the blocks anew: embedding, last LayerNorm and head."""
+        """Draw anew the parameters that belong to no block: embedding, last LayerNorm and head."""
         nn.init.normal_(self.embedding.weight)
         nn.init.normal_(self.head.weight, std=HEAD_STD)
         self.final_layernorm.reset_parameters()
@@ -203,7 +203,7 @@ class LongNetLM(nn.Module):
         stop: Collection[int] = (),
         caches: Sequence[DilatedCache] | None = None,
     ) -> Iterator[Tensor]:
-        """Continue B prompts: yield (B,) int64, the next token of each prompt, then the token after it, and so on.
+        """Continue B prompts. Each yielded tensor, (B,) int64, has one new token for each prompt.
 
         Memory and the time per token do not grow with the length of the sequences.
 
@@ -213,9 +213,11 @@ class LongNetLM(nn.Module):
             temperature: divides the logits. 0 takes the likeliest token.
             seed: an integer of 64 bits; None takes a seed from torch. Prompt b gets the same tokens
                 as in a call with only this prompt, and with the seed `seed + b`.
-            stop: tokens that end a row. After such a token the row gets STOPPED (-1) until all rows have ended.
+            stop: tokens that end a prompt's answer. After such a token the prompt gets STOPPED (-1) until all answers
+                have ended.
             caches: a cache for each layer, as `make_caches` returns them; by default new caches. Caches may hold
-                earlier tokens. Afterwards they also hold each row's prompt and all but its last drawn token.
+                earlier tokens. Afterwards they also hold the prompts and the drawn tokens, except each prompt's last
+                drawn token.
 
         Raises:
             ValueError: before the first token, for bad arguments. At any token, for logits that are NaN or inf.
@@ -368,7 +370,7 @@ def shift_left(
             for first_B, row, _ in zip(record, first_rows(shard), shard, strict=False):
                 first_B.copy_(x[:, row])
             records = ranks.records(record, "the exchange of labels")
-    firsts: dict[int, Tensor] = {}  # the first integers of each span, by the span's first position
+    firsts: dict[int, Tensor] = {}  # a span's first position -> its first integers (B,)
     for spans, record in zip(shards, records, strict=True):
         for span, first_B in zip(spans, record, strict=False):
             firsts[span.start] = first_B

@@ -49,7 +49,7 @@ class LongNetConfig:
     heads: str = "all"
 
     def __post_init__(self) -> None:
-        # Make the pattern, which raises ValueError for bad branches, and turns lists (from JSON) into tuples.
+        # Making the pattern raises ValueError for bad branches. The pattern has tuples where JSON has lists.
         pattern = self.pattern
         object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
         object.__setattr__(self, "dilation_rates", pattern.dilation_rates)

@@ -27,7 +27,7 @@ DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
 # `crowded` does not warn of slides with fewer tiles, because a few tiles may truly lie in few cells.
 FEWEST_CROWDED = 16
-# So a square slide has at most 2**62 tiles, and its longest segment has at most 2**62 positions, as a pattern requires.
+# With this limit a square slide has at most 2**62 tiles. A pattern requires segments of at most 2**62 positions.
 MOST_TILES_OF_A_SIDE = 2**31
 
 
@@ -103,8 +103,8 @@ class LongNetViT(nn.Module):
         segment_lengths, dilation_rates: the branches. `segment_lengths_for` returns the published segment lengths.
         global_pool: return the mean of the tiles instead of the class token. (GigaPath's pretraining did not train the
             class token.)
-        padding: "torchscale" includes in the softmax the rows of zeros with which torchscale fills up segments. The
-            published weights need these rows. "exact" leaves the rows of zeros out.
+        padding: "torchscale": segments are filled up with rows of zeros, which take part in the softmax, as in the
+            library torchscale. The published weights need these rows. "exact": there are no rows of zeros.
         parallel: the ranks that share each slide. Each rank holds a contiguous shard of the slide's tiles, as
             `parallel.shard` cuts it.
         activation_checkpointing: keep only each layer's input and attention output. Backward recomputes other tensors.

@@ -32,7 +32,7 @@ class ContextParallel(NamedContext):
     the output adds 0 * out.sum() to its loss. (A forward runs even if nothing uses its output, compiled or not.)
 
     `rank` is this process's number, below `world_size`. It may differ from the number in the group, because processes
-    of one host get consecutive numbers. (On a 2-D mesh the rows of the mesh are reordered, not the ranks within a row.)
+    of one host get consecutive numbers. (On a 2-D mesh whole rows are reordered. Within a row the order stays.)
     `name` is the context's name in errors, the same on every rank.
 
     Copies of a module (EMA, nn.TransformerEncoder) hold the same context. The thread that makes the first call owns the
@@ -127,7 +127,7 @@ class ContextParallel(NamedContext):
     def shard(self, x: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """This rank's rows of a whole tensor that every rank holds.
 
-        All ranks call `shard`, with tensors of one shape. Under "zigzag_documents" they also pass cu_seqlens, the
+        All ranks call `shard`, with tensors of equal shape. Under "zigzag_documents" they also pass cu_seqlens, the
         borders of packed documents. `shard` warns if the length and content of a tensor show that it is a shard
         already. (`shard_batch` also checks that all ranks hold the same sample.)
 
@@ -222,7 +222,7 @@ class ContextParallel(NamedContext):
             local_count: the number of terms in `local_sum`. If no rank has a term, the loss and its gradients are 0.
             over: a context that includes more ranks, usually those of all data-parallel replicas. The mean is then over
                 the terms of all ranks of `over`, and gradients must be averaged over all of them. Without `over`, each
-                replica has its own mean, and averaged gradients are those of a mean of means.
+                replica has its own mean, and averaged gradients are the gradients of the mean of these means.
             step_count: this rank's number of terms in all micro-batches of one step. The losses of the micro-batches
                 then add up to the mean over the step, and the gradients add up to the gradient of this mean. Do not
                 divide the losses further.
@@ -238,9 +238,9 @@ class ContextParallel(NamedContext):
         fields: dict[str, object] = {"call": "mean_loss over more ranks"}
         if not failure:
             fields["over"] = f"{over.name} of ranks {over.ranks.members}"
-        # If a rank of this context refuses the larger context `over`, `agree` raises on all ranks of this context, and
-        # none of them sends the messages of `over`. Ranks outside this context may already wait for these messages. So
-        # a rank that did not refuse breaks the connections of `over` by `all_or_none`, and the waiting ranks fail.
+        # If one rank of this context refuses `over`, `agree` raises on all ranks of this context. But other ranks of
+        # `over` may already wait for messages from this context. So each rank that did not refuse `over` breaks the
+        # connections of `over` (`all_or_none`), and the waiting ranks fail.
         with nullcontext() if failure or over is self else over.ranks.all_or_none():
             self.ranks.agree(0, fields, failure)
         return mean_loss(over.ranks, local_sum, local_count, step_count)

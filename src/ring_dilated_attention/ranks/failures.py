@@ -1,4 +1,4 @@
-"""`ExchangeError`, raised if a message does not arrive, and parts of its text: the reason and its usual cause."""
+"""`ExchangeError` is raised if a message does not arrive. Two functions find the reason and the usual cause."""
 
 import re
 
@@ -27,8 +27,8 @@ class ExchangeError(RuntimeError):
 def usual_cause(absence: str, reason: str) -> str:
     """The usual cause of a timeout, as a sentence; "" for other errors.
 
-    absence: the part of the error's text that names a rank and the step that it did not take. reason: the error text of
-    gloo or NCCL.
+    absence: the part of the error's text that says what is missing, such as "rank 1 did not enter backward 3". reason:
+    the error text of gloo or NCCL.
     """
     if not re.search("[Tt]imed out|timeout", reason):
         return ""

@@ -13,7 +13,7 @@ from .link import GroupLink
 _NUM_FIELDS = 16  # the number of fields in a record; no call has more fields
 _NOT_THIS_RANK = torch.iinfo(torch.int64).min
 # The names of the last two fields of a call. Each rank numbers its modules 1, 2, ... as it makes them. So ranks can
-# compare which module calls only if all ranks have made equally many modules.
+# compare the number of the calling module only if all ranks have made equally many modules.
 NUM_MODULES = "the number of modules made with this context"
 CALLER = "which module calls (numbered as modules were made with this context)"
 
@@ -61,7 +61,7 @@ def _raise_alike(
 
     If the first field that differs is `NUM_MODULES`, no error is raised. In this case some ranks have made more modules
     than others, and the same layer may be module 3 on one rank and module 4 on another. From then on ranks do not
-    compare which module calls.
+    compare the numbers of the calling modules.
     """
     assert len(fields) <= _NUM_FIELDS, "records of two lengths would meet"
     marks = [_fingerprint(value) for value in fields.values()]

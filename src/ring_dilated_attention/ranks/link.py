@@ -102,8 +102,8 @@ class GroupLink:
         self.links = links  # all links of the context: if a link fails, `fail` breaks all links
         # For each kind of call (forward, shard, ...): the `length` that each rank last passed to `handshake.agree`.
         self.agreed: dict[str, tuple[int, ...]] = {}
-        # Whether ranks compare which module calls. `_raise_alike` (handshake.py) clears the flag once some ranks have
-        # made more modules than others, because a layer may then have a different number on each rank.
+        # Whether ranks compare the numbers of the calling modules. `_raise_alike` (handshake.py) clears the flag once
+        # some ranks have made more modules than others. A layer may then have a different number on each rank.
         self.counts_modules = True
         links.append(self)
         # The backend of each type of device, such as {"cpu": "gloo", "cuda": "nccl"}.
@@ -216,8 +216,8 @@ class GroupLink:
     def _receive_nothing(self, peer: int) -> dist.Work:
         """Start a receive that nobody answers. peer: the peer's rank in torch's group.
 
-        The receive has a tag that no message has: if a message of a different size arrived with its tag, gloo would end
-        the process.
+        The receive has a tag that no message has. Otherwise it might get a message of a different size, and gloo would
+        end the process.
         """
         return self.group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
 
@@ -244,8 +244,9 @@ class GroupLink:
     def exchange(self, sends: Addressed, receives: Addressed, moment: str) -> GroupPending:
         """Start sending and receiving contiguous tensors, each with its peer. Errors quote `moment`.
 
-        Receives are started first. A gloo sender waits until its peer notifies it that the receive has started. If this
-        rank started its sends first, its notices would queue behind its data, and data would flow one way at a time.
+        Receives are started first. With gloo a rank notifies the sender when it starts a receive, and the sender waits
+        for this notice. If a rank started its sends first, its notices would queue behind its data. Then data would
+        flow one way at a time.
         """
         transfers = []
         for x, peer in receives:
@@ -378,8 +379,7 @@ class GroupLink:
         return [known[(self.rank - peer) % self.world_size] for peer in range(self.world_size)]
 
     def largest(self, record: Tensor, moment: str) -> Tensor:
-        """For each entry of a record, the largest number that any rank's record has there. No rank returns before all
-        ranks have called this method."""
+        """The elementwise maximum of all ranks' records. No rank returns before all ranks have called this method."""
         for number, peers in enumerate(rounds_of(self.rank, self.world_size)):
             others = self._pass_on(record, peers, moment, is_first=number == 0)
             record = torch.stack([record, *others]).amax(0)

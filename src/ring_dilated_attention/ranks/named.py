@@ -46,8 +46,8 @@ refuse.__dict__["_dynamo_marked_constant"] = True
 
 
 def called_by(parallel: NamedContext | None, number: int | None) -> AbstractContextManager[None]:
-    """A context manager that tells `parallel` the number of the module that makes the calls within it. Under
-    torch.compile it does nothing."""
+    """A context manager for the calls that a module makes. It tells `parallel` the number of the module. Under
+    torch.compile the context manager does nothing."""
     if parallel is None or torch.compiler.is_compiling():
         return nullcontext()
     return parallel.ranks.called_by(number)

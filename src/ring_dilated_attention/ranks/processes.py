@@ -55,8 +55,8 @@ def _group_name(members: Sequence[int]) -> str:
 
 @contextmanager
 def _groups_named(name: str) -> Iterator[None]:
-    """A context manager: a group that this thread makes within it gets this name. (torch has no option for the name of
-    a group.)"""
+    """A context manager. While its block runs, a group that this thread makes gets this name. (torch has no option for
+    the name of a group.)"""
     here = current_thread()
     with _naming:
         torch_name: Any = getattr(distributed_c10d, "_process_group_name", None)
@@ -75,8 +75,8 @@ def backends_with_cpu(default: str) -> str | None:
     """The backends for a new group: those of torch's default group, and gloo for CPU tensors. None if the default group
     already has a backend for the CPU.
 
-    After `init_process_group("nccl")` the default group has only "cuda:nccl", which cannot send counts of losses, token
-    ids and masks that are on the CPU.
+    After `init_process_group("nccl")` the default group has only "cuda:nccl", which cannot send tensors on the CPU
+    (token ids, masks).
     """
     devices = [pair.partition(":")[0] for pair in default.split(",")]
     if "cpu" in devices:
@@ -225,7 +225,7 @@ class Processes(Ranks):
         # Raise in a forked process before it takes the lock `turn`. If another thread held the lock at the fork, the
         # forked process would wait for the lock for ever.
         self.check_all_here(str(fields.get("call", "a call")))
-        # Let only one thread send at a time. (A thread whose call is refused here sends the refusal.)
+        # Let only one thread send at a time. A thread that may not make the call sends too: it tells the others why.
         with self.turn:
             failure = self._why_other_thread() or failure
             owner = {

@@ -187,8 +187,8 @@ class Ranks:
     def scatter(
         self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
-        """Send the flat tensor `tensors[k]` to each process k, and receive a tensor of `sizes[k]` entries from it.
-        Tensors may be empty."""
+        """Send the flat tensor `tensors[k]` to each process k, and receive a tensor of `sizes[k]` entries from
+        process k. Tensors may be empty."""
         return list(tensors)
 
     def choose(self, job: Job, sizes: Sizes) -> Choice:

@@ -59,8 +59,8 @@ def append(
         memory: the keys and values of the cache. The new rows are written into it.
         progress: (2, B) int64: for each sequence, the number of positions so far, and the smallest number of positions
             to which `crop` may shorten the sequence. Both numbers are updated.
-        lengths: (B,) how many of its M rows each sequence appends; None for all M. The rows after these are padding,
-            for which out is 0 and lse is -inf.
+        lengths: (B,) how many of its M rows each sequence appends; None for all M. The sequence's other rows are
+            padding, for which out is 0 and lse is -inf.
 
     Raises:
         ValueError: before anything is written, if a sequence becomes too long.
@@ -266,9 +266,8 @@ def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -
 def rows_at(x_BNHD: Tensor, buffers: Buffers, numbers: range, first: int) -> Tensor:
     """Pick the rows with these numbers from a tensor of keys or values. Returns (B, G, L, D).
 
-    Rows are numbered within the phase of the buffers. If each segment has k rows of the phase, row number c lies in
-    segment c // k and is row c mod k there, as in `Buffers.position_of`. first: the position at which the tensor
-    begins.
+    Rows are numbered within the phase of the buffers. If each segment has k rows of the phase, row number c is
+    row c mod k of segment c // k, as in `Buffers.position_of`. first: the position at which the tensor begins.
     """
     number_L = torch.arange(numbers.start, numbers.stop, device=x_BNHD.device)
     segment_L = number_L // buffers.rows_per_segment
@@ -299,7 +298,7 @@ def placed(buffers: Buffers, numbers: range, memory: Tensor) -> Tensor:
 
 
 def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Tensor) -> Tensor:
-    """Copy into a flat tensor the rows of a rank's shard that a cache of the whole sequence keeps.
+    """Copy rows of a rank's shard into a flat tensor: only the rows that a cache of the whole sequence keeps.
 
     A span is a run of consecutive positions of the shard. The tensor contains, for each buffer and each span, the keys
     (B, G, L, D), then the values.

@@ -1,5 +1,4 @@
-"""DilatedCache keeps the keys and values to which the current or a later query can still attend, and drops all
-others."""
+"""DilatedCache keeps the keys and values to which a query can still attend, and drops all others."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -222,8 +221,8 @@ class DilatedCache:
     def crop(self, count: int | Sequence[int] | Tensor) -> None:
         """Remove the last `count` positions of every sequence, or count[i] of sequence i.
 
-        The last `keep` positions can always be removed. Each branch has a latest start of a segment. If the pattern has
-        no window, `crop` can also remove all positions from the last of these starts on.
+        Let n be the most positions that a sequence has had. `crop` can shorten the sequence to n - keep positions. If
+        the pattern has no window, `crop` can also shorten it to the latest position up to n where a segment starts.
 
         Raises:
             ValueError: if a sequence has fewer positions, or if later queries would need rows that are no longer in the
@@ -283,8 +282,7 @@ class DilatedCache:
         """Replace the sequences of this cache by those of a `state_dict`.
 
         If the state has a single sequence, it is loaded into every batch entry. max_len and keep of the saved cache may
-        differ from those of this cache. `crop` can then remove a position only if it could remove the position from
-        both caches.
+        differ from those of this cache. `crop` can then remove only positions that each of the two caches could remove.
 
         Raises:
             ValueError: if the state comes from a cache with a different pattern, shape or dtype, or is too long. This
@@ -305,8 +303,8 @@ class DilatedCache:
         if not _fit(progress, saved):
             raise ValueError(f"the state is damaged: progress {progress} does not fit the rows.")
 
-        # `source`: a plan with the saved cache's `keep`. This `keep` decides which rows were saved, and the saved
-        # cache's max_len does not.
+        # `source`: a plan with the saved cache's `keep`, which decides which rows were saved. The saved cache's max_len
+        # is not needed.
         plan = self.plan
         limit = plan.max_len
         source = plan_cache(

@@ -18,7 +18,7 @@ left. The method with the name of a step carries out the step.
     finish   out, lse                         the accumulators are rounded to the dtypes of the results
 
 B batch, N positions, H query heads, G key/value heads, M query rows of a tile, L key rows of a tile, D head dim. In a
-tile's tensors B counts batch entries times segments.
+tile's tensors B counts every segment of every batch entry.
 """
 
 import math
@@ -182,8 +182,8 @@ class _Executor:
         return self.alive
 
     def distances(self) -> tuple[int, int]:
-        """The distances in bytes between neighbouring positions of the tensors that the kernel gets: in query, and in
-        key and value (the smaller of the two).
+        """Two distances in bytes between neighbouring positions of the tensors that the kernel gets: the distance in
+        query, and the smaller of the distances in key and in value.
 
         If ranks exchange heads for positions, the kernel gets the contiguous tensors that `to_heads` returns.
         """
@@ -278,7 +278,7 @@ class _Executor:
             self.posted[step.ticket] = both, both
 
     def wait(self, step: steps.Wait) -> None:
-        """Wait until the messages of a `Post` step have been sent, have been received, or both."""
+        """Wait for the messages of a `Post` step: those that this rank sends, those that it receives, or all."""
         sent, received = self.posted[step.ticket]
         if step.sent:
             sent.wait()
@@ -321,7 +321,7 @@ class _Executor:
             self.results = {name: result.flip(2) for name, result in self.results.items()}
 
     def tile_rows(self, step: steps.Compute, name: str) -> Tensor:
-        """The query rows of a tile in the tensor `name`: query, dout or out (B, H, M, D), or lse or dlse (B, H, M)."""
+        """The query rows of a tile in a tensor: (B, H, M, D) in query, dout and out, (B, H, M) in lse and dlse."""
         return self.copied(step, name, self.rows(name, step.tile.query, step.entry))
 
     def keys(self, step: steps.Compute) -> tuple[Tensor, Tensor]:
@@ -417,8 +417,8 @@ class _Executor:
     # them.
 
     def start(self, step: steps.Start) -> None:
-        """Make an accumulator of zeros, or of -inf for lse. If tiles write every row before any row is read, leave it
-        unfilled."""
+        """Make an accumulator of zeros, or of -inf for lse. If tiles write every row before any row is read, leave the
+        accumulator unfilled."""
         like = self.alive[_LIKE[step.name]]
         make = torch.empty if step.is_covered else torch.zeros
         dtype = self.dtype if step.is_result else self.sum_dtype
@@ -489,8 +489,8 @@ class _Executor:
     def adopt(self, name: str, result_BHMD: Tensor) -> None:
         """Use the result of a tile as the accumulator. The tile must have all rows.
 
-        The accumulator must be contiguous. Later tiles are added through views of it, and the outputs of a custom op
-        must have the strides that its fake function returns. Most results are contiguous already and are not copied.
+        The result is copied if it is not contiguous, for two reasons. Later tiles are added through views of the
+        accumulator. And a custom op's outputs must have the strides that its fake function returns.
         """
         shape = self.alive[_LIKE[name]].shape
         self.alive[name] = result_BHMD.transpose(1, 2).contiguous().view(shape)

@@ -7,7 +7,7 @@ from typing import Any
 from ...pattern import DilatedPattern, is_integer
 
 PADDINGS = ("torchscale", "exact")
-# Fields of TorchscaleConfig that are also settings of torchscale, with torchscale's names of these settings.
+# Maps fields of TorchscaleConfig to torchscale's names for the same settings.
 TORCHSCALE_NAMES = {
     "segment_lengths": "segment_length",
     "dilation_rates": "dilated_ratio",

@@ -67,7 +67,8 @@ class BranchCall(NamedTuple):
     """One call of `dilated_attention`, for some branches of the pattern, and the gate that follows the call."""
 
     pattern: DilatedPattern
-    # The gate's log C, of shape (P, H) if `padding` is given. None (no gate is needed) if C is 0 for every query.
+    # log C, where C is the number of zero rows that each query attends to. The shape is (P, H) if `padding` is given.
+    # None if C is 0 for every query: no gate is needed.
     log_num_zero_keys_NH: Tensor | None
     padding: Padding | None  # None if the branches are not misaligned
 
@@ -195,8 +196,8 @@ def _num_zero_keys(
 ) -> Tensor | None:
     """C (N, H), float64 on the CPU: how many zero rows the query at each position attends to.
 
-    Here all zero rows come after the last row, so that only queries in the last segment of a branch attend to them. The
-    result is None if no branch has zero rows.
+    Here all zero rows come after the sequence's `length` rows. So only queries in the last segment of a branch attend
+    to zero rows. The result is None if no branch has zero rows.
     """
     counts_NH = torch.zeros(len(positions_N), num_heads, dtype=torch.float64, device="cpu")
     has_zeros = False
@@ -252,7 +253,7 @@ def _without_lone_zeros(lse_BPH: Tensor, padding: Padding) -> Tensor:
 def _cut(x: Tensor, padding: Padding) -> Tensor:
     """The rows at this rank's positions, (B, N, ...), taken from the padded rows (B, P, ...) of all ranks.
 
-    The row at position t is the t-th padded row, because torchscale cuts off the rows beyond the sequence's length.
+    The row at position t is the t-th padded row. (For a sequence of L rows torchscale returns the first L padded rows.)
     """
     if padding.ranks.world_size == 1:
         return x[:, : padding.borders[-1]]

@@ -53,7 +53,8 @@ def last_segment_start(branch: Branch, length: int) -> int:
 
 
 def num_zero_keys(branch: Branch, length: int, phase: int) -> int:
-    """How many zero rows a query in the last segment attends to, if its head reads this phase."""
+    """How many zero rows a query in the last segment attends to. phase: the number of the row that the query's head
+    reads first in each segment."""
     segment_length = min(branch.segment_length, length)
     num_rows = length - last_segment_start(branch, length)
     num_seen = -(-segment_length // branch.dilation_rate)
