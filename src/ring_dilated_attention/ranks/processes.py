@@ -30,7 +30,7 @@ from .handshake import CALLER, NUM_MODULES, agree
 from .link import GroupLink, WaitTimes
 from .ranks import Links, Ranks
 
-# `_groups_named` holds this lock while torch's function that names groups is replaced.
+# `_groups_named` holds this lock while it replaces the function by which torch names groups.
 _naming = Lock()
 # How many groups each set of ranks (a sorted tuple) has made. Each default group of torch has its own counts.
 _num_groups: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()

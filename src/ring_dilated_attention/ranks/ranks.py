@@ -45,7 +45,7 @@ class Ranks:
     def __init__(self, cut: ShardSpec) -> None:
         self.cut = cut
         self.calls = 0
-        # The length of every rank's shard of the sequence that was cut last.
+        # For the sequence that was cut last: the length of every rank's shard.
         self.lengths_cut_last: tuple[int, ...] = ()
         self.warned: set[str] = set()  # the kinds of warnings that `warn_once` has given
         self.num_modules = 0  # the number of modules made with this context

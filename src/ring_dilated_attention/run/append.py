@@ -79,8 +79,8 @@ def append(
     check_append(plan, positions, counts)
     runs = list(_alike(positions, counts))
 
-    # A single new row is written before its query is computed, and overwrites an old row. After a later `crop` a query
-    # may attend to the old row again. So if plan.keep > 0, copy the old row, and put it back if this call fails.
+    # If plan.keep > 0, copy each row that `_one` overwrites, and put the row back if this call fails: after a `crop` a
+    # query may attend to the row again. (`_one` writes a new row before the row's query is computed.)
     written_over: list[tuple[Tensor, Tensor]] = []
     for entries, position, count in runs:
         if count == 1 and plan.keep > 0:
@@ -309,8 +309,8 @@ def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Ten
     flat_rows = [key.new_empty(0)]
     for buffers, numbers, span in plan.kept_of(shard, position):
         for x in (key, value):
-            # `rows_at` counts rows from the position `span.start`, so pass the shard's rows from the first row of the
-            # span to the end.
+            # Pass the shard's rows from the span's first row on, because `rows_at` counts from the position
+            # `span.start`.
             rows_BGLD = rows_at(x[:, first_row[span] :], buffers, numbers, span.start)
             flat_rows.append(rows_BGLD.flatten())
     return torch.cat(flat_rows)

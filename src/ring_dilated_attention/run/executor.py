@@ -210,7 +210,7 @@ class _Executor:
         return rows_view(x, rows)
 
     def block(self, buffer: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """A block of a buffer as two views, keys and values, or the gradients of both: (B, G, L, D) each."""
+        """Two views of a block of a buffer, (B, G, L, D) each: keys and values, or their gradients."""
         return block_views(buffer, block, self.batch, self.head_dim)
 
     def slice_of(self, where: BufferSlice) -> Tensor:
@@ -224,8 +224,8 @@ class _Executor:
         ratio = self.plan.num_heads // self.plan.num_kv_heads
         return range(kv_heads.start * ratio, kv_heads.stop * ratio)
 
-    # Each method below carries out the steps of one kind, which has the method's name. The first methods exchange
-    # tensors between ranks.
+    # Each method below carries out the steps of one class: `deal` carries out `Deal` steps, and so on. The first
+    # methods exchange tensors between ranks.
 
     def deal(self, step: steps.Deal) -> None:
         """Exchange the heads of a tensor for positions (`to_heads` below), or positions for heads (`to_positions`)."""
@@ -381,7 +381,7 @@ class _Executor:
         )
 
     def copy(self, step: steps.Copy) -> None:
-        """For each of the next tiles, copy its rows of dout, out and lse to new tensors in `laid_out`.
+        """For each tile of the step, copy the tile's rows of dout, out and lse to new tensors in `laid_out`.
 
         dout and out are (B, H, M, D), and all heads of a position lie side by side in memory. lse is (B, H, M or more).
         """

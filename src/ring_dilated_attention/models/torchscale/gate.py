@@ -59,7 +59,7 @@ class Padding(NamedTuple):
 
     @property
     def padded_positions(self) -> range:
-        """This rank's part of the padded rows, zero rows included, as positions among all padded rows."""
+        """The positions of this rank's padded rows (with zero rows) among the padded rows of all ranks."""
         return range(*self.padded_borders[self.ranks.rank : self.ranks.rank + 2])
 
 
