@@ -9,7 +9,7 @@ If query i sees key j in two branches, the key counts twice in the softmax.
 A sliding window of w positions is an additional branch, without phases. In a causal pattern query i sees positions
 i - w + 1 to i. In a pattern that is not causal, query i sees all positions that are at most w // 2 away.
 
-`Branch.in_reach` tests segments, windows and causality for two positions. `plan/sight.py` does so for ranges of
+`Branch.in_reach` tests segments, windows and causality for two positions. `plan/sight.py` tests them for ranges of
 positions.
 """
 
@@ -161,7 +161,7 @@ class DilatedPattern:
         return json.dumps(self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields by name, as JSON has them: lists for tuples. `DilatedPattern(**values)` is an equal pattern."""
+        """All fields by name, with tuples as lists. The call `DilatedPattern(**fields)` makes an equal pattern."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
@@ -378,9 +378,9 @@ class DilatedPattern:
 
         Args:
             lengths: the lengths of the documents. The default is one document, as long as the period of the pattern.
-                After one period, the phases of all branches repeat. If the period is above 2^20 positions, only the
-                first 2^20 positions of each document are checked (fewer, if heads read more than 64 combinations of
-                phases).
+                After one period, the phases of all branches repeat. If the period is very long, only the first
+                positions of each document are checked: 2^20 positions, or fewer if heads read more than 64 combinations
+                of phases.
         """
         if self.window is not None:  # in a window every query attends to its own position
             return 0, num_heads * sum(lengths if lengths is not None else [1])

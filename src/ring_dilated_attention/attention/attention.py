@@ -83,13 +83,14 @@ def dilated_attention(
         backend: "auto", "cpu" or "sdpa" (CUDA; `torch.nn.attention.sdpa_kernel` selects among torch's ops). No GPU has
             run "sdpa" yet.
         return_lse: also return the logsumexp of the scores, sinks included; gradients flow through it too.
-        heads_held, num_heads: for tensors that hold only some heads of a layer (tensor parallelism). heads_held says
-            which query heads, as range(3, 6); num_heads is the number of query heads in the layer. In a branch of
-            dilation rate r a head reads one of every r positions. Which one depends on the head's number in the layer.
+        heads_held, num_heads: for tensors that hold only some heads of a layer (tensor parallelism). heads_held is the
+            range of these query heads, such as range(3, 6); num_heads is the number of query heads in the layer. In a
+            branch of dilation rate r a head reads one of every r positions: which position depends on the head's number
+            in the layer.
         cache: a `DilatedCache`, which holds the rows of earlier calls. This call appends its N rows at
             `cache.position`, and has no gradient.
-        lengths: (B,) integers, only with a cache: how many of its N rows each batch entry appends. The rows after these
-            are padding. A padding row gets the out and lse of a query that attends to no key.
+        lengths: (B,) integers, only with a cache: each batch entry appends only this many of its N rows. The rows
+            after these are padding. A padding row gets the out and lse of a query that attends to no key.
 
     Returns:
         out (B, N, H, D) in the input's dtype, or (out, lse) with lse (B, N, H) in float32 (float64 for float64).
@@ -119,7 +120,7 @@ def dilated_attention(
         )
         check_cache(cache, call, query, key, parallel, cu_seqlens, lengths)
         query, key, value = map(with_unit_stride, rows)
-        # Do not warn if cu_seqlens is passed: its last border says that these positions are the whole sequence.
+        # With cu_seqlens, do not warn: the last border in cu_seqlens says that the tensors hold the whole sequence.
         if parallel is None and cache is None and cu_seqlens is None:
             warn_of_forgotten_parallel(query.shape[1])
     except Exception as error:
@@ -134,7 +135,7 @@ def dilated_attention(
             refuse_transforms(error)
             raise
         if parallel is not None and torch.compiler.is_compiling():
-            # Use a result, because torch.compile drops a call if nothing uses its results.
+            # Use `state`, a result of the call above, because torch.compile drops a call if nothing uses its results.
             parallel.ranks.compiled_calls.add_(state[0])
     elif torch.compiler.is_compiling():
         out, lse = _append(
@@ -228,7 +229,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     query, key, value, _, ctx.call = inputs
     ctx.save_for_backward(query, key, value, *output)
     key = Call.from_text(ctx.call).context
-    # Keep the `ContextParallel` alive as long as autograd's graph.
+    # Keep the `ContextParallel` alive while autograd's graph exists.
     ctx.context = context_named(key) if key else None
     ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)
@@ -240,7 +241,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor
         query, key, value, out, lse, state = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
     except RuntimeError as error:
-        # Tell the other ranks, which wait for this rank, of the error. (A saved tensor was changed in place, say.)
+        # Tell the other ranks of the error, because they wait for this rank. For example, torch raises an error here
+        # if a saved tensor was changed in place.
         if ctx.context is not None and not isinstance(error, ExchangeError):
             refuse(ctx.context.key, str(error))
         raise
@@ -265,7 +267,8 @@ def _append(
     """`append` as a custom op, which compiled code calls. The op reads the position from `progress`, so one compiled
     graph works at every position.
 
-    memory, progress: of the cache, written in place. call: the text of a `Call`. max_len, keep: of the cache's plan.
+    memory, progress: tensors of the cache, which the op changes in place. call: the text of a `Call`. max_len, keep:
+    values from the cache's plan.
     Returns out and lse of the appended rows.
     """
     arguments = Call.from_text(call)

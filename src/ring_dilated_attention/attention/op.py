@@ -19,11 +19,12 @@ def define_op(
     The function must neither write to an argument nor return an argument. `fake` is what torch.library.register_fake
     takes; `backward` and `save` are what torch.library.register_autograd takes.
 
-    `torch.library.custom_op` tells dynamo not to trace the function. For that it imports torch._dynamo at the first
-    call, which takes a second or two. The op defined here tells dynamo only if torch._dynamo is already imported.
+    `torch.library.custom_op` marks the function, so that dynamo does not trace it. For the mark it imports
+    torch._dynamo at the first call, which takes a second or two. `define_op` leaves out the mark until something else
+    has imported torch._dynamo.
     """
-    # Either empty, or a list with one function: `function`, marked so that dynamo does not trace it. (If
-    # functools.cache took the place of the list, dynamo would give a warning.)
+    # After the first call under dynamo, this list holds one entry: `function`, marked so that dynamo does not trace
+    # it. (With functools.cache instead of a list, dynamo would give a warning.)
     untraced: list[Code] = []
 
     def run(*args: Any) -> Any:

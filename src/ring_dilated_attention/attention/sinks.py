@@ -1,7 +1,7 @@
 """Attention sinks. A sink is one more key in the softmax of each query, with a given score and the value 0.
 
-In gpt-oss the score is a learned logit for each head. torchscale pads keys and values with C rows of zeros, which is C
-keys of score 0 and value 0. These C keys have the same effect as one sink with the score log C.
+In gpt-oss the score is a learned logit for each head. torchscale pads keys and values with C rows of zeros: C more
+keys, of score 0 and value 0. These C keys have the same effect as one sink with the score log C.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def with_sinks(out_BNHD: Tensor, lse_BNH: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of the softmax with one more key, the sink. Naively:
+    """out and lse of the softmax with one more key, the sink. In exact arithmetic:
 
         out' = out * exp(lse) / (exp(lse) + exp(sink))
         lse' = log(exp(lse) + exp(sink))
@@ -29,7 +29,7 @@ def with_sinks(out_BNHD: Tensor, lse_BNH: Tensor, sinks: Tensor) -> tuple[Tensor
 
 
 def why_no_sinks(sinks: object, query_BNHD: Tensor) -> str | None:
-    """Why `sinks` do not fit the query, as a sentence, or None if they do."""
+    """The reason why `sinks` do not fit the query, as a sentence. None if they fit."""
     num_heads = query_BNHD.shape[2]
     if not isinstance(sinks, Tensor):
         return (

@@ -63,7 +63,7 @@ def on_host(cu_seqlens: Any) -> Any:
 
 
 def autocast(x: Any) -> Any:
-    """x in the dtype to which torch's own attention casts it under autocast. float64 and integers are not cast."""
+    """x in the dtype that torch's own attention uses under autocast. float64 and integers are not cast."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     # Skip tensors on the device "meta", for which is_autocast_enabled raises an error. (is_autocast_available
@@ -204,7 +204,7 @@ def _check_scale(scale: Any, dtype: torch.dtype) -> None:
 def check_cache(
     cache: Any, call: Call, query: Tensor, key: Tensor, parallel: Any, cu_seqlens: Any, lengths: Any
 ) -> None:
-    """Raise ValueError unless the call can use this cache, which may be None."""
+    """Raise ValueError unless the call can use this cache. Without a cache (None), `lengths` must be None too."""
     if cache is None:
         if lengths is not None:
             raise ValueError(
@@ -256,7 +256,7 @@ def check_cache(
         )
 
 
-# Checks that the layers (layers/) need.
+# The checks below are for the layers (layers/).
 
 
 def is_integral(x: Tensor) -> bool:

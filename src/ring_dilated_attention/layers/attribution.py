@@ -92,7 +92,7 @@ def attention_weights(
             out = rows.unpack(out.flatten(2)).view_as(value)
     weights = []
     # One backward computes the weights of up to D queries. For the k-th of these queries the gradient of out is 1 in
-    # head dim k, and 0 elsewhere. So in head dim k, the gradient of the values is the weights of the k-th query.
+    # head dim k, and 0 elsewhere. So head dim k of the values' gradient holds the weights of the k-th query.
     for some in queries.long().split(query.shape[3]):
         dims = torch.arange(len(some), device=out.device)
         dout = torch.zeros_like(out)

@@ -146,8 +146,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         self.register_load_state_dict_pre_hook(check_before_loading)
 
     def reset_parameters(self, *, gain: float = 1.0) -> None:
-        """Initialise each projection by Xavier's rule. `gain` scales the weights of the value and the output projection
-        only (MAGNETO, arXiv 2210.06423)."""
+        """Initialise each projection by Xavier's rule. `gain` scales only the weights of the value projection and the
+        output projection (MAGNETO, arXiv 2210.06423)."""
         weights = [*self.in_proj_weight.split(self._split_sizes), self.out_proj.weight]
         for weight, weight_gain in zip(weights, (1.0, 1.0, gain, gain), strict=True):
             nn.init.xavier_normal_(weight, gain=weight_gain)
@@ -225,14 +225,14 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
                 Each entry becomes a document of its own length. Padded positions are zeros before `out_proj`.
             is_causal: the hint that torch passes. True raises an error unless the pattern is causal. False and None
                 have no effect.
-            positions: integer (N,), the positions by which `rotary` rotates the rows, or their `rotary_table`, which
-                the layers of a model can share. None means 0, 1, ... within each document, counted over all ranks under
-                `parallel`. With a cache, None means from `cache.position` on, and the only other value allowed is the
-                `rotary_table` of `cache.next_positions(N)`.
+            positions: integer (N,), the positions by which `rotary` rotates the rows; or the `rotary_table` of these
+                positions, which the layers of a model can share. None means 0, 1, ... within each document, counted
+                over all ranks under `parallel`. With a cache, None means from `cache.position` on, and the only other
+                value allowed is the `rotary_table` of `cache.next_positions(N)`.
             cu_seqlens: borders of packed documents, as for `dilated_attention`; the batch must be 1.
             cache: a cache that only this layer uses (`make_cache`). The call appends its N rows to it.
-            lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. The outputs of the
-                rows after these have no meaning.
+            lengths: with a cache, (B,) integers: each batch entry appends only this many of its N rows. The outputs of
+                the rows after these have no meaning.
         """
         try:
             refuse_others(type(self).__name__, others)
@@ -259,7 +259,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         return self.out_proj(self._attend(heads, cu_seqlens, cache, lengths)), None
 
     def make_cache(self, batch: int, *, max_len: int | None = None, keep: int = 0) -> DilatedCache:
-        """A `DilatedCache` for this layer, with its heads, device and dtype (under autocast, autocast's dtype)."""
+        """A `DilatedCache` with the heads, device and dtype of this layer. Under autocast the dtype is autocast's."""
         weight = self.in_proj_weight
         return DilatedCache(
             self.pattern,

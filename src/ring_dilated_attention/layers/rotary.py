@@ -50,7 +50,7 @@ class RotaryTable:
 
 
 def rotary_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> RotaryTable:
-    """The table of the angles position * base^(-2i/D), for positions (N,) or (B, N), on their device.
+    """The table of the angles position * base^(-2i/D). positions: (N,) or (B, N). The table is on the same device.
 
     Angles are float64, because in float32 an angle at position 10^6 is off by 0.06, and beyond 2^24 two positions have
     the same angle.

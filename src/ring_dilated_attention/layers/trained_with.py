@@ -55,8 +55,8 @@ def check_before_loading(module: nn.Module, state: dict[str, Any], prefix: str, 
     if not isinstance(module, RemembersPattern):
         holder = module.trained_with
         name = f"{prefix}trained_with._extra_state"
-    # If `holder` is None, check nothing: the model is for published weights, which have no fixed pattern. Their pattern
-    # is computed from the size of each input.
+    # If `holder` is None, check nothing: the model is for published weights without a fixed pattern. The model computes
+    # its pattern from the size of each input.
     if holder is None:
         return
     if name in state:

@@ -129,13 +129,13 @@ class CachePlan:
     def floor(self, position: int) -> int:
         """The shortest length to which `crop` can shorten a sequence of `position` positions.
 
-        In each branch `position` lies in a segment. All rows from the latest start of these segments are kept, so
-        `crop` can shorten the sequence to this start. `crop` can also remove the last `keep` positions, wherever the
-        start lies.
+        Each branch keeps the rows of its segment that holds `position`. So all branches have the rows from the latest
+        start of these segments on, and `crop` can shorten the sequence to this start. In any case `crop` can remove
+        the last `keep` positions.
 
         A window has no segments. While `position - keep` is below the window's length, the window's buffer keeps the
-        rows of all positions. The window then adds no limit. For a longer sequence, `position - keep` is the shortest
-        length.
+        rows of all positions. The window then adds no limit. In a longer sequence `crop` can remove only the last
+        `keep` positions.
         """
         # The default 0 is for a pattern without segments: `lengths` is then empty.
         youngest = max((position - position % length for length in self.lengths), default=0)
@@ -168,7 +168,7 @@ def plan_cache(
     keep: int = 0,
     held: range | None = None,
 ) -> CachePlan:
-    """Plan the rolling buffers of a pattern; ValueError if it is not causal, or if heads or sizes are impossible.
+    """Plan the rolling buffers of a pattern. ValueError if the pattern is not causal, or heads or sizes do not fit.
 
     With keep = 0 or 1 a buffer has room for the rows of segment_length positions, and all buffers together have
     `pattern.cache_rows` rows. With a larger keep a buffer has room for the rows of segment_length + keep - 1 positions.
@@ -284,7 +284,8 @@ def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Til
 
 
 def check_append(plan: CachePlan, positions: Sequence[int], counts: Sequence[int]) -> None:
-    """Raise ValueError if positions[i] + counts[i] positions of a sequence i would exceed max_len."""
+    """Raise ValueError if a sequence would get longer than max_len. Sequence i has positions[i] positions, and gets
+    counts[i] more."""
     for row, (position, count) in enumerate(zip(positions, counts, strict=True)):
         if plan.max_len is not None and position + count > plan.max_len:
             raise ValueError(

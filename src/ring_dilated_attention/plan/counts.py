@@ -42,8 +42,8 @@ class SegmentShare(NamedTuple):
     """
 
     place: tuple[int, int]  # the branch, and the position at which the segment starts
-    # The sizes of the rank's chunks of this segment, in units of B * D elements. For a window: the size of the ring's
-    # only chunk, on every rank of the ring.
+    # The sizes of the rank's chunks of this segment, in units of B * D elements. For a window: a single
+    # size, the same on every rank of a ring (`window_maker.py`), because the ring carries only one rank's chunk.
     rows: tuple[int, ...]
     # the size of the keys and values that the rank receives from other ranks, in units of B * D elements
     received: int
@@ -138,7 +138,7 @@ class Phases:
         return rows, foreign
 
     def _alike(self, positions: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """Group the phases that have the same number of rows before each of `positions`.
+        """Group the phases. The phases of a group have equally many rows before x, for every x in `positions`.
 
         Yields (number of phases in the group, one of these phases) for each group.
         """
@@ -224,8 +224,9 @@ class Counter:
 
 
 class Segment(NamedTuple):
-    """The counts of one segment over all ranks. For a window: the counts of one ring, which carries some rows of one
-    rank.
+    """The counts of one segment over all ranks.
+
+    A window has no segments. Its rows travel in rings (`window_maker.py`), and a `Segment` has the counts of one ring.
 
     Sizes are in units of B * D elements.
     """
@@ -247,7 +248,7 @@ class JobCount(NamedTuple):
     received: the size of the keys and values that the rank receives.
     buffers: about the size of the rank's buffer of chunks. A plan may need a smaller or a larger buffer, because it
         splits the heads of a segment among several rings.
-    segments: what ranks hold and receive of each segment, by (branch, start of the segment).
+    segments: the counts of each segment, by (branch, start of the segment).
     """
 
     pairs: list[int]

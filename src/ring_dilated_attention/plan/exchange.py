@@ -89,9 +89,9 @@ def dealers(exchange: str, job: Job, inner: int) -> int:
 def dealt(job: Job, size: int, place: int) -> tuple[Job, list[Dealing]]:
     """Plan how groups of `size` neighbouring ranks deal heads. ValueError if heads cannot be dealt.
 
-    After the exchange a rank has all positions of its group, but only some heads. The ranks at `place` in their groups
-    then have the same heads, and together all positions. So these ranks run a job of their own on these heads. In this
-    job, each shard has the positions of one group.
+    After the exchange a rank has all positions of its group, but only some heads. Consider the rank at `place` of every
+    group. These ranks have the same heads, and together all positions. So they run a job of their own on these heads.
+    In this job, each shard has the positions of one group.
 
     Returns this job, and one Dealing for each group: how the group's rank at `place` deals heads.
     """

@@ -109,7 +109,8 @@ class Hop(NamedTuple):
     # Received chunks for which this rank starts the gradient, from zero.
     grad_starts: tuple[Message, ...] = ()
     grad_sends: tuple[Message, ...] = ()  # gradients of received chunks
-    # Unfinished gradients of the chunks that arrive at the next hop, and finished gradients of this rank's own chunks.
+    # Finished gradients of this rank's own chunks, and unfinished gradients of chunks that this rank receives at the
+    # next hop.
     grad_receives: tuple[Message, ...] = ()
     # This rank's chunks that another rank (`Message.peer`) needs at this hop. Only `gathered` uses this field.
     targets: tuple[Message, ...] = ()
@@ -177,8 +178,8 @@ def gathered(plan: Plan) -> Plan:
     """Make a plan that does the work of `plan` in a single hop (all_gather).
 
     The owner of a chunk sends it to all ranks that need it, and each of these ranks sends back a gradient of the chunk.
-    All ranks together send as many bytes as in a ring. A rank waits only once. (In a ring of g ranks it
-    waits up to g - 1 times.) But it holds all chunks that it needs, and their gradients, at the same time.
+    All ranks together send as many bytes as in a ring. A rank waits only once; in a ring of g ranks it would wait up to
+    g - 1 times. But a rank holds all chunks that it needs, and their gradients, at the same time.
 
     In the buffer, chunks are sorted by owner. Chunks of the same owner keep the order of the hops.
     """
@@ -206,8 +207,8 @@ def gathered(plan: Plan) -> Plan:
         gradients.append(target._replace(offset=home_size, is_gradient=True))
         home_size += target.size
 
-    # Move the keys of each tile to the new offset of their chunk: the chunk whose old slice of the buffer contains the
-    # keys.
+    # Give each tile's keys their new offset in the buffer. To find the chunk that contains the keys, compare the old
+    # offsets.
     tiles: list[Tile] = []
     for hop, moved_chunks in zip(plan.hops, moved, strict=True):
         for tile in hop.tiles:

@@ -84,8 +84,8 @@ class _Planner:
 
         At rate 1 every row is in a tile of the branch. At a higher rate some rows are in no tile of the branch.
         """
-        # `first_rates`: the rates of the branches that have tiles with `first_query` set. These are branch 0, or under
-        # "split" all branches, because each branch then has query heads of its own.
+        # `first_rates`: the rates of the branches that have tiles with `first_query` set. Under "all"
+        # only branch 0 has such tiles. Under "split" every branch has them, because it has query heads of its own.
         rates = [branch.dilation_rate for branch in self.pattern.branches]
         first_rates = rates[:1] if self.pattern.heads == "all" else rates
         is_covered = set(first_rates) == {1}
@@ -165,8 +165,8 @@ class _Planner:
     ) -> Iterator[Tile]:
         """The tiles of this rank's queries times this rank's keys under a mask, for all heads.
 
-        number: the branch. origin: where the segment starts. again: (n, step) repeats each tile in n segments; a
-        segment starts `step` positions after the previous one. (1, 0) is only the segment at `origin`.
+        number: the branch. origin: where the segment starts. again: (n, step) repeats each tile in n segments, whose
+        starts are `step` positions apart. With (1, 0) nothing is repeated.
         """
         rate = self.pattern.branches[number].dilation_rate
 
@@ -187,9 +187,9 @@ class _Planner:
                 yield Tile(queries, keys, mask, first_query=first_query, first_key=first_key)
 
     def rows_of(self, ring: Ring, place: int) -> Iterator[tuple[Piece, Rows, Block]]:
-        """The key/value rows that the rank at a place of a ring packs into its chunk.
+        """The key/value rows in the chunk of one rank: the rank at `place` in the ring.
 
-        Yields (piece, rows, block) for each block of the chunk: the rows of the piece go into the block.
+        Yields (piece, rows, block) for each block of the chunk. The rank packs these rows of the piece into the block.
         """
         rate = self.pattern.branches[ring.branch].dilation_rate
         for entry in ring.chunks[place].entries:
@@ -306,9 +306,9 @@ class _PlaceInRing:
         self.offset = offset
         self.place = ring.place_of(rank)
 
-        # Each list has an entry for each hop s from 0 to last + 1. A chunk is due at some rank at hop s: the entry says
-        # whether that rank needs the chunk. `own`: this rank's chunk. `here`, `after` and `before`: the chunk that is
-        # due at this place, at the next place and at the previous place.
+        # These lists of bools have an entry for each hop s from 0 to last + 1: does any rank need the chunk at hop s?
+        # `own` is about this rank's chunk. `here`, `after` and `before` are about the chunk that is due at this place,
+        # at the next place and at the previous place.
         self.own = [ring.meets(self.place, s) for s in range(last + 2)]
         self.here = self._needed_at(self.place, last)
         self.after = self._needed_at(self.place + 1, last)
@@ -345,7 +345,7 @@ class _PlaceInRing:
                     )
 
     def add_hop(self, s: int, lists: dict[str, list]) -> None:
-        """Add what the rank does in this ring at hop s to `lists`: one list for each field of `Hop`."""
+        """Extend `lists` by what the rank does at hop s in this ring. There is a list for each field of `Hop`."""
         place = self.place
         own = self.own
         here = self.here
@@ -360,10 +360,10 @@ class _PlaceInRing:
             lists["sends"].append(self.message(following, place + 1 - s))
 
         if own[s]:
-            # `target`: the rank that needs this rank's chunk at hop s. The rank before `target` in the ring sends the
-            # chunk to `target`, if that rank needed the chunk too. Otherwise this rank sends the chunk (for hop 1 see
-            # above). `target` sends the chunk's gradient to the rank after `target`, if that rank needs the chunk too.
-            # Otherwise `target` returns the gradient to this rank.
+            # `target`: the rank that needs this rank's chunk at hop s. If the rank before `target` needed the chunk at
+            # hop s - 1, that rank passes the chunk on. If not, this rank sends the chunk. (At hop 1 the code above does
+            # so.) If the rank after `target` needs the chunk at hop s + 1, `target` sends the gradient to that rank. If
+            # not, `target` returns the gradient to this rank.
             target = ranks[(place + s) % len(ranks)]
             lists["targets"].append(self.message(target, place))
             if s > 1 and not own[s - 1]:
@@ -385,8 +385,8 @@ class _PlaceInRing:
             lists["grad_sends"].append(self.message(home, due, is_gradient=True))
 
         if before[s] and here[s + 1]:
-            # The previous rank has the chunk that this rank gets at hop s + 1. That rank sends the chunk's gradient, as
-            # summed so far.
+            # At hop s the previous rank adds to the gradient of the chunk that this rank gets at hop s + 1. Then the
+            # previous rank sends the unfinished gradient to this rank.
             coming = self.message(previous, place - s - 1, is_gradient=True)
             lists["grad_receives"].append(coming)
 

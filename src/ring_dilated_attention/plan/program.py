@@ -41,7 +41,7 @@ _INPUTS = {
     "forward": ("query", "key", "value"),
     "backward": ("dout", "query", "key", "value", "out", "lse"),
 }
-# Pairs of a tile and the place of its keys: the name of a buffer, OWN_ROWS or CACHED_ROWS (as in `Compute.keys`).
+# (tile, where its keys are): the name of a buffer, or OWN_ROWS or CACHED_ROWS (as in `Compute.keys`).
 Tiles = Sequence[tuple[Tile, str]]
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
@@ -180,7 +180,7 @@ class _Maker:
         self.finish("dq", "dk", "dv")
 
     def own_tiles(self) -> list[tuple[Tile, str]]:
-        """The tiles of own queries times own keys, each with the place from which keys are read (see `Tiles`)."""
+        """The tiles of own queries times own keys, as `Tiles`: each with the name of the tensor that holds its keys."""
         return [(tile, OWN_CHUNKS if tile.packed else OWN_ROWS) for tile in self.plan.local]
 
     def start_hop(self, s: int) -> None:
@@ -352,8 +352,8 @@ class _Maker:
 
         Yields the heads of each block, and the kernel's calls for these heads: (call, batch entry, where the keys are).
 
-        If results are kept until they are gathered, the results of one block have about `kept_rows` rows or fewer. (But
-        a block has at least one head.) Otherwise there is a single block.
+        If results are kept until they are gathered, all results of a block have at most about `kept_rows` rows. (But a
+        block has at least one head.) If results are not kept, there is a single block.
 
         If results are kept, this method also makes the accumulators. If there are no tiles, and no results have been
         gathered before, it yields a block without calls. The `Gather` step of this block fills the accumulators with 0
@@ -413,7 +413,7 @@ class _Maker:
         facts = self.facts
         if tile.mask == FROM_END or self.copied(tile, keys):
             max_rows = facts.packing.max_rows if facts.packing else MOST_TURNED_ROWS
-            # Give each call several heads in backward, because each of the kernel's threads computes whole heads there.
+            # In backward give each call several heads, because each thread of the kernel computes whole heads.
             fewest_heads = 4 if self.stage == "backward" else 1
             calls = tile.split(max_rows // facts.batch, fewest_heads)
         else:

@@ -25,7 +25,7 @@ from .sharding import Shard, Span, first_rows
 
 
 class ShardIndex:
-    """Finds which rank owns a position, and at which local row it lies there."""
+    """Finds the rank that owns a position, and the position's local row on that rank."""
 
     def __init__(self, shards: tuple[Shard, ...]) -> None:
         self.first_row: dict[Span, int] = {}
@@ -47,8 +47,7 @@ class ShardIndex:
         return Piece(start, stop, self.first_row[span] + start - span.start)
 
     def pieces(self, start: int, stop: int) -> dict[int, list[Piece]]:
-        """Split the range start..stop-1 into pieces. A new piece begins where another span begins, of the same rank or
-        of another rank. Returns each rank's pieces, in order."""
+        """Split the range start..stop-1 into pieces that lie in one span each. Returns each rank's pieces, in order."""
         pieces_of_ranks: dict[int, list[Piece]] = {}
         position = start
         while position < stop:
@@ -68,7 +67,7 @@ class RingMaker:
         self.groups = groups  # the head groups of each branch
 
     def rings(self, branch: int, origin: int, stop: int) -> tuple[Ring, ...]:
-        """The rings of the segment of positions origin..stop-1."""
+        """The rings of one segment, which has the positions origin..stop-1."""
         rate = self.pattern.branches[branch].dilation_rate
         rings: list[Ring] = []
         for pieces_of_ranks, groups in self.members(branch, origin, stop):
@@ -121,7 +120,7 @@ class RingMaker:
         else:
             needed = [[all_hops(len(pieces))] * len(of_place) for of_place in pieces]
 
-        # Make one ring if, for every place, all pieces of the rank there are needed at the same hops.
+        # Make a single ring if each rank's pieces are all needed at the same hops.
         if all(len(set(of_place)) == 1 for of_place in needed):
             hops = tuple(of_place[0] for of_place in needed)
             if any(hops):

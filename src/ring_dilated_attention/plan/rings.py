@@ -109,10 +109,11 @@ def make_chunk(
 def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
     """The ranges of hops at which other ranks need each piece of a segment, in a causal pattern.
 
-    A rank needs a piece of another rank if the piece starts before the rank's own last piece. A rank that is s places
-    after the owner of the piece needs it at hop s.
+    A rank needs a piece of another rank if the piece starts before the rank's own last piece. If the rank is s places
+    after the piece's owner, the rank needs the piece at hop s.
 
-    starts: for each place of the ring, where its pieces start, ascending. The returned lists are in the same order.
+    starts: for each place of the ring, the starts of the pieces there, ascending. The returned lists are in the same
+        order.
     """
     num_places = len(starts)
     hops: list[list[Hops]] = [[()] * len(of_place) for of_place in starts]

@@ -52,10 +52,10 @@ class Rows(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Heads start..stop-1 of a block in a flat buffer.
+    """The keys and values of heads start..stop-1 in a block of a flat buffer.
 
-    The whole block begins at unit `offset` of the buffer. A unit is B * D elements. The block holds the keys (B,
-    num_heads, num_rows, D), and after them the values in the same shape.
+    The whole block begins at unit `offset` of the buffer. A unit is B * D elements. The block holds the keys of
+    all heads (B, num_heads, num_rows, D), and after them the values in the same shape.
     """
 
     offset: int
@@ -98,7 +98,7 @@ class Piece(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Heads number lo..hi-1 of a head group. Their rows in a piece form one strided view.
+    """The heads lo..hi-1 of a head group, counted from 0 in the group. Their rows in a piece form one strided view.
 
     Each head has num_rows rows in the piece. The first row of head lo is the rank's local row `first`.
     """
@@ -214,8 +214,8 @@ def cut_apart(
 ) -> tuple[list[Piece], list[list[Piece]]]:
     """Cut pieces of a sliding window so that each piece of queries has a simple mask over each piece of keys.
 
-    After the cuts there are three cases for a piece of queries and a piece of keys. Every query attends to every key,
-    or no query attends to any key. Or both pieces are equally long, and the mask is a triangle (`sight.mask_between`).
+    After the cuts, each pair of pieces is one of three cases: every query attends to every key, no query attends to any
+    key, or the pieces are equally long and their mask is a triangle (`sight.mask_between`).
 
     queries: (piece, reach) pairs. If the queries come after the keys, the last query that attends to a key lies `reach`
     positions after the key. If the queries come before the keys, reach is negative: the first query that attends to a
@@ -231,7 +231,7 @@ def cut_apart(
 
 
 def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
-    """Heads number lo..hi-1 of a diagonal. If all heads read the same phase, the group is returned whole."""
+    """The heads lo..hi-1 of a diagonal, counted from 0. If all heads read the same phase, returns the whole group."""
     if not group.phase_step:
         return group
     return HeadGroup(

@@ -160,7 +160,7 @@ class Zero(NamedTuple):
 class Start(NamedTuple):
     """Make an accumulator. The name "out" means both out and lse.
 
-    is_covered: whether every row is written before anything is added to it, so that no row must start as zero.
+    is_covered: whether every row is written before anything is added to it. If not, the rows start as 0 (lse: -inf).
     is_result: whether the accumulator is written only once. If so, it has the dtype of the result.
     """
 
@@ -192,8 +192,8 @@ class Merge(NamedTuple):
     """Merge the partial of the last computed tile into the accumulators out and lse. how:
 
     adopt       the partial has all rows, and becomes the accumulator
-    write       the partial is written into its rows, since nothing is there yet
-    merge       the partial is merged with the result that is there
+    write       the partial is written, because its rows of the accumulators have no results yet
+    merge       the partial is merged with the results that its rows of the accumulators have
     keep        the partial is kept until a `Gather` step
     """
 

@@ -1,5 +1,5 @@
-"""Runs one rank of a job of any size, by the plan that this rank would have in the job. An `OtherRanks` object makes
-the keys and values that the other ranks would send, when they are needed.
+"""Runs one rank of a job of any size, with the plan that this rank would have in the job. When the rank receives keys
+and values, an `OtherRanks` object makes them in place of the other ranks.
 
 A chunk is the keys and values that one rank sends to others, packed into one flat tensor.
 
@@ -95,7 +95,7 @@ def one_rank(
     align: int = 1,
     lengths: Sequence[int] | None = None,
 ) -> Simulated:
-    """A context that runs one rank of a larger job, on its rows. Without `lengths` every rank owns the same number of
+    """A context that runs one rank of a larger job, on this rank's rows. Without `lengths` every rank owns equally many
     positions.
 
     Args:
@@ -176,7 +176,7 @@ def grid(rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 class OneRank(Ranks):
-    """One rank of a larger job, which runs on its own rows. Every rank is assumed to have the same number of rows,
+    """Runs one rank of a larger job, on this rank's rows. Every rank is assumed to have the same number of rows,
     unless the context was made with `lengths`."""
 
     name = "simulated"

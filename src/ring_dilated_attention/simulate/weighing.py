@@ -198,7 +198,7 @@ def brief_program(plan: Plan, stage: str, facts: CallFacts) -> Iterator[Step]:
 
 
 def _kind(tile: Tile) -> tuple[object, ...]:
-    """A key by which tiles are grouped. Tiles that differ only in where their rows lie have equal keys."""
+    """A value by which tiles are grouped. Tiles that differ only in where their rows lie have equal values."""
     query = tile.query._replace(first=0, heads=range(len(tile.query.heads)))
     if isinstance(tile.key, Rows):
         return query, tile.key._replace(first=0, heads=range(len(tile.key.heads)))
