@@ -59,8 +59,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
             the total loss, and no error says so.
         backend: as for `dilated_attention`.
         heads_held: which of the num_heads query heads this module holds (tensor parallelism), such as range(3, 6).
-            `held` makes such modules. The outputs of modules that together hold all heads add up to the output of the
-            whole layer. Only the module that holds head 0 adds out_proj's bias.
+            `held` makes such modules. If several modules together hold all heads, their outputs add up to the output of
+            the whole layer. Only the module that holds head 0 adds out_proj's bias.
 
     The module can replace the attention of nn.TransformerEncoderLayer (`layer.self_attn = module`), also within
     nn.TransformerEncoder. Dropout, attention masks, attention weights, cross-attention and extra key/value rows are not

@@ -12,8 +12,8 @@ and receives the key and value rows of this phase that other ranks own:
     not causal      all of these rows
 
 B(x) of two phases differs by at most one row. At rate 4 and x = 6, phases 0 and 1 have two rows, and phases 2 and 3
-have one. So a sum over phases needs two numbers: how many phases there are, and how many phases have one row more. The
-second number is found by bisection, as the phases are sorted.
+have one. So a sum over phases needs two numbers: how many phases there are, and how many of these phases have the
+additional row. The second number is found by bisection, as the phases are sorted.
 
 A *chunk* is the key and value rows of a segment that one rank sends to the others.
 """
@@ -246,8 +246,8 @@ class JobCount(NamedTuple):
 
     pairs: the (query, key) pairs that the rank computes.
     received: the size of the keys and values that the rank receives.
-    buffers: about the size of the rank's buffer of chunks. A plan may need a smaller or a larger buffer, because it
-        splits the heads of a segment among several rings.
+    buffers: an estimate of the size of the rank's buffer of chunks. A plan may need a smaller or a larger buffer,
+        because a plan splits the heads of a segment among several rings.
     segments: the counts of each segment, by (branch, start of the segment).
     """
 

@@ -1,8 +1,8 @@
 """How ranks deal heads: they exchange heads for positions (DeepSpeed-Ulysses, arXiv 2309.14509). No torch.
 
 Before the attention each rank has all heads of its own positions. The exchange gives the rank all positions of its
-group of ranks, but only some of the heads. After the attention a second exchange brings back its own positions, with
-all heads.
+group of ranks, but only some of the heads. After the attention a second exchange gives the rank its own positions back,
+with all heads.
 """
 
 from collections.abc import Sequence

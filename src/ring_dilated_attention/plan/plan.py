@@ -51,15 +51,15 @@ class Tile(NamedTuple):
         """Split the tile into smaller tiles, along segments and heads.
 
         Each smaller tile has at most max_rows query rows and max_rows key rows, summed over its heads and segments. But
-        each has at least `fewest_heads` key/value heads, even if the tile then has more rows. (A head of n segments
-        counts n times.) Query heads that share a key/value head stay together.
+        no tile is cut to fewer than about `fewest_heads` key/value heads, even if it then has more rows. (A head in n
+        segments counts as n heads here.) Query heads that share a key/value head stay together.
         """
         query = self.query
         key = self.key
         num_heads = len(query.heads)
         num_kv_heads = len(key.heads)
 
-        # `most`: how many query heads fit into a tile of `max_rows` rows. A head of n segments counts n times.
+        # `most`: how many query heads fit into a tile of `max_rows` rows. A head in n segments counts as n heads.
         most = max_rows // max(query.num_rows, key.num_rows)
         heads = max(fewest_heads, most * num_kv_heads // num_heads)
         segments = query.segments

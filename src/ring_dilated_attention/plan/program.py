@@ -421,8 +421,8 @@ class _Maker:
 
         for call in calls:
             rows = call.query
-            # One call can take all batch entries if all segments are equally far apart in memory, also the last segment
-            # of an entry and the first segment of the next entry. This is so if the call's segments fill an entry.
+            # One call can take all batch entries if all segments are equally far apart in memory, across batch entries
+            # too. This is so if the call's segments fill an entry.
             fills = self.plan.num_rows == rows.segments * rows.segment_step
             if facts.batch == 1 or rows.segments == 1 or (facts.folds and fills):
                 yield call, None
@@ -439,7 +439,7 @@ class _Maker:
 
         query = tile.query
         padded_rows = query.num_rows + -query.num_rows % steps.ROW_BLOCK
-        # `most_heads`: how many query heads a call may have. A head of n segments counts n times.
+        # `most_heads`: how many query heads a call may have. A head in n segments counts as n heads.
         most_heads = max(most_rows // (padded_rows * self.facts.batch), 1)
         if len(query.heads) * query.segments <= most_heads:
             yield tile

@@ -152,8 +152,8 @@ class RingMaker:
 
         @cache
         def sharers(phase: int) -> tuple[tuple[int, Piece | None], ...]:
-            """The ranks that have rows of a phase. In a causal pattern, each is paired with the rank's last piece that
-            has a row of the phase."""
+            """The ranks that have rows of a phase. In a causal pattern, each rank comes with its last piece that has
+            a row of the phase."""
             last_pieces: dict[int, Piece | None] = {}
             for rank, pieces in pieces_of_ranks.items():
                 for piece in pieces:

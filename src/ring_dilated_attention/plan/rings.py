@@ -5,7 +5,7 @@ rank's key and value rows of the segment. At hop s the chunk of place c is *due*
 places). The chunk is sent to a place only if the rank there needs it.
 
 So a chunk travels during *ranges* of hops. Say that a chunk is needed at hops 1, 2, 3 and 6. Its owner sends it at hop
-1, and the two ranks that get it pass it on at hops 2 and 3. At hop 6 the owner sends it again.
+1. The rank that receives it passes it on at hop 2, and the next rank at hop 3. At hop 6 the owner sends it again.
 
 If the pattern is causal and shards are contiguous, only later ranks need a chunk. So no chunk goes from the last place
 to the first: the ring is a line. Under zigzag each rank owns two pieces, an early and a late one. Only ranks with a

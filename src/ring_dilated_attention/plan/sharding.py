@@ -96,7 +96,7 @@ def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
 def deal_documents(documents: Borders, seq_len: int, num_ranks: int) -> tuple[Shard, ...]:
     """The shard of every rank if each document is cut as in zigzag. ValueError if `documents` is None.
 
-    The slices of a document are not all equally long: some have one position more. Where the document starts decides
+    The slices of a document are not all equally long: some have one position more. The start of the document decides
     which slices are longer. So the positions of many short documents are spread over all ranks.
     """
     if documents is None:
