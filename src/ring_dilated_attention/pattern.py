@@ -342,8 +342,8 @@ class DilatedPattern:
         ]
 
     def cache_rows(self, num_heads: int, num_kv_heads: int, max_len: int | None = None) -> int:
-        """How many rows of keys a cache of this pattern must hold for one sequence. It holds the same number of rows of
-        values.
+        """How many rows of keys a cache of this pattern must hold for one sequence. The number of rows of values is the
+        same.
 
             sum over branches (w, r), key/value heads and the phases s that their query heads read
                 of ceil((min(w, max_len) - s) / r)

@@ -310,7 +310,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
     def _heads(
         self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: RotaryTable | None
     ) -> Heads:
-        """query (B, N, H, D), key and value (B, N, G, D) after the projections and the rotation. H and G count the
+        """Project and rotate the inputs. Returns query (B, N, H, D), key and value (B, N, G, D). H and G count the
         heads that this module holds."""
         if query_BNE is key_BNE and key_BNE is value_BNE:
             projected = F.linear(query_BNE, self.in_proj_weight, self.in_proj_bias).split(

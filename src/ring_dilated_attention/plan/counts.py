@@ -232,8 +232,8 @@ class Segment(NamedTuple):
     """
 
     sharers: int  # the number of ranks that share the segment
-    # A rank has one or two chunks of the segment. largest[0] is the largest size of a first chunk over all ranks, and
-    # largest[1] the largest size of a second chunk.
+    # A rank has one or two chunks of the segment. largest[0] is the size of the largest first chunk of any rank, and
+    # largest[1] the size of the largest second chunk.
     largest: tuple[int, ...]
     received: int  # the size of all keys and values that ranks receive
 

@@ -43,7 +43,7 @@ class Job(NamedTuple):
 
 
 def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> range:
-    """Which query heads of the layer the caller's tensors hold (tensor parallelism): heads_held, or all if it is None.
+    """The query heads of a layer that a call's tensors hold (tensor parallelism): heads_held, or all heads for None.
 
     num_held: the number of query heads in the tensors. ratio: how many query heads share a key/value head.
 

@@ -97,7 +97,7 @@ class Hop(NamedTuple):
     """What one rank does at one hop.
 
     The rank first receives chunks, then computes the tiles of its queries times these chunks. If the rank sends a chunk
-    of its own later than at hop 1, it packs this chunk again, because the buffer then holds chunks of other ranks.
+    of its own later than at hop 1, it packs this chunk again, because both buffers then hold chunks of other ranks.
 
     In backward each rank adds its part to the gradient of a received chunk. If the next rank needs the chunk too, the
     sum goes to that rank. Otherwise the sum is finished and goes to the chunk's owner.
@@ -120,8 +120,8 @@ class Hop(NamedTuple):
 class Plan:
     """The work of one rank in one attention call.
 
-    There are two buffers of chunks. A hop sends chunks from one and receives into the other. At the next hop the two
-    buffers change roles, so both have the same size. (With a single hop they do not change roles.)
+    There are two buffers of chunks. A hop sends chunks from one buffer and receives chunks into the other. At the next
+    hop the two buffers change roles, so they have the same size. (With a single hop they do not change roles.)
     """
 
     rank: int

@@ -116,8 +116,8 @@ class _Planner:
                     # Pop the segment from `own_pieces`: it must be handled only once, even if the rank has two pieces
                     # of it.
                     pieces = sorted(own_pieces.pop(segment))
-                    # Pairs of a piece with itself come first, because their tiles may be the first that write to their
-                    # rows. Tiles of two different pieces always add to what is there.
+                    # Put the pairs of a piece with itself first: their tiles may write the first results for its rows.
+                    # Tiles of two different pieces always add to earlier results.
                     pairs = sorted(product(pieces, pieces), key=lambda pair: pair[0] != pair[1])
                     for query, key in pairs:
                         mask = self.mask(number, query, key)

@@ -31,9 +31,9 @@ class Packing(NamedTuple):
     Inputs of 16 bits are always copied, to float32. So the results of a tile are float32 too and are not rounded. (In a
     tile with rows of a cache nothing is copied.)
 
-    Inputs of 32 or 64 bits are copied only in forward, and only if copying is faster. For this, the rows must lie at
-    least `distance` bytes apart. Also, each head of a segment must have at least num_bytes / itemsize query rows and at
-    least num_bytes / itemsize key rows in the tile.
+    Inputs of 32 or 64 bits are copied only in forward, and only if copying is faster. Copying is faster if the rows
+    lie at least `distance` bytes apart, and if each head of a segment has at least num_bytes / itemsize query rows and
+    at least num_bytes / itemsize key rows in the tile.
     """
 
     distance: int
@@ -59,7 +59,7 @@ class CallFacts(NamedTuple):
     distances: tuple[int, int] = (0, 0)
     itemsize: int = 4  # bytes of an element of query, key and value
     most_rows: int | None = None  # the most query rows of a call in backward (`Traits.most_rows`)
-    # How many rows of tiles' results, of D elements each, are kept before one pass merges or adds all of them. None:
+    # How many rows of results (of D elements each) are kept, before one pass merges or adds all of them. None:
     # each result is merged or added as soon as it is computed.
     kept_rows: int | None = None
 
