@@ -265,7 +265,7 @@ class DilatedPattern:
         if self.heads == "split" and len(self.branches) > num_heads:
             raise ValueError(
                 f"heads='split' gives each of {len(self.branches)} branches its own heads, but there are only "
-                f"{num_heads}. Use fewer branches, more heads, or heads='all'."
+                f"{num_heads} heads. Use fewer branches, more heads, or heads='all'."
             )
 
     def heads_of(self, branch: int, num_heads: int) -> range:

@@ -121,7 +121,7 @@ def with_bias(number):
         # 16 heads of weights that do not tell their number
         (
             lambda _: of_another_size(),
-            r"has the shape \(1, 1, 48\), and not \(1, 1, 768\) or .*: m",
+            r"has the shape \(1, 1, 48\), and not \(1, 1, 768\) or .*: for another size m",
         ),
         (lambda _: of_published_width(768, without_last_layer), NO_LAST),
         (lambda _: of_published_width(384, without_last_layer), NO_LAST),
@@ -151,7 +151,7 @@ def test_files_that_are_refused(tmp_path, file):
         ("list.pth", r"list\.pth holds no tensors by name, but a list"),
         ("damaged.pth", r"damaged\.pth cannot be read"),
         ("damaged.safetensors", r"damaged\.safetensors cannot be read"),
-        (file.name, "cannot be read as weights: it is damaged: the checksum of"),
+        (file.name, "cannot be read as weights: the file is damaged: the checksum of"),
         ("none.pth", r"none\.pth cannot be read as weights: .*No such file"),
     ):
         with pytest.raises(ValueError, match=message):

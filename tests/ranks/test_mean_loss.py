@@ -151,7 +151,7 @@ def rank_trains_a_language_model(rank, world_size):
         model.set_requires_gradient_sync(i == 1)
         model(parallel.shard(text), over=everyone, step_count=total / world_size).backward()
     close(model.model, expected)
-    assert "over is for a model whose ranks share" in message_of(
+    assert "`over` needs a model whose ranks share" in message_of(
         lambda: expected.loss(texts[0][0], over=everyone)
     )
 

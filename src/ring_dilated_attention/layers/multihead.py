@@ -162,7 +162,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         """A module that holds some of this module's query heads, with copies of their parameters."""
         if len(self.heads_held) < self.num_heads:
             raise ValueError(
-                f"this module has {self.heads_held} of {self.num_heads} heads: call `held` of a module with all heads"
+                f"this module has {self.heads_held} of {self.num_heads} heads: call `held` on a module with all heads"
             )
         weight = self.in_proj_weight
         module = MultiheadDilatedAttention(

@@ -270,7 +270,7 @@ class LongNetLM(nn.Module):
         """
         if over is not None and self.parallel is None:
             raise ValueError(
-                "over is for a model whose ranks share sequences: make it with parallel=ContextParallel(...)."
+                "`over` needs a model whose ranks share sequences: make the model with parallel=ContextParallel(...)."
             )
         documents = self._agree(tokens_BN, cu_seqlens)
         num_labels = tokens_BN.shape[0] * sum(

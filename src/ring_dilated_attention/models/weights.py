@@ -65,7 +65,9 @@ def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
     if is_zip:
         with zipfile.ZipFile(path) as file:
             if (damaged := file.testzip()) is not None:  # torch.load verifies no checksum
-                raise ValueError(f"it is damaged: the checksum of its {damaged} is wrong")
+                raise ValueError(
+                    f"the file is damaged: the checksum of its entry {damaged} is wrong"
+                )
     return content
 
 
@@ -102,8 +104,8 @@ def load_slide_encoder(
         shapes = " or ".join(map(str, names))
         raise ValueError(
             f"{path} does not hold a published slide encoder's weights: its cls_token has the shape {shape}, and not "
-            f"{shapes}. No weights tell their number of heads: make a LongNetViT of another size yourself, and load "
-            "what read_weights reads"
+            f"{shapes}. The number of heads cannot be read from weights: for another size make a LongNetViT "
+            "yourself, and load the tensors that read_weights returns"
         )
     model = LongNetViT.published(
         names[shape],

@@ -30,8 +30,8 @@ class DilatedCache:
         dtype, device: the dtype and device of query, key and value. The defaults are torch's.
         max_len: the most positions that a sequence may have; None for any number. No buffer gets more than max_len
             rows, which saves memory if segments are longer. A dense pattern (one segment for everything) needs max_len.
-        keep: `crop` can always remove this many of the newest positions, even if that reopens a segment that was
-            complete.
+        keep: `crop` can always go back to this many positions before the most positions that a sequence has had,
+            even if that reopens a complete segment.
         heads_held: the query heads of the layer that the tensors hold (tensor parallelism), such as range(3, 6).
             Every call with this cache must pass the same heads_held.
 

@@ -134,7 +134,7 @@ class TorchscaleConfig:
             if not numbers:
                 theirs = TORCHSCALE_NAMES[name]
                 raise ValueError(
-                    f"torchscale's settings have no {theirs}: these are not those of a LongNet."
+                    f"torchscale's settings have no {theirs}: they are not the settings of a LongNet."
                 )
             if isinstance(numbers, str):
                 fields[name] = _integers(name, numbers)
