@@ -48,10 +48,10 @@ def test_what_is_no_number_is_told_with_its_name():
     """Catches torch's own errors ("Could not infer dtype of NoneType"), which name no argument."""
     mean_loss, total = ContextParallel().mean_loss, torch.ones(())
     for count in [*NO_COUNTS, None]:
-        with pytest.raises(ValueError, match="local_count must be one number of at least 0"):
+        with pytest.raises(ValueError, match="local_count must be a number of at least 0"):
             mean_loss(total, count)
     for count in NO_COUNTS:
-        with pytest.raises(ValueError, match="step_count must be one number of at least 0"):
+        with pytest.raises(ValueError, match="step_count must be a number of at least 0"):
             mean_loss(total, 1, step_count=count)
     for no_sum in NO_SUMS + NO_NUMBERS:
         with pytest.raises(ValueError, match="local_sum must be one number"):
@@ -199,7 +199,7 @@ def rank_is_given_what_cannot_be(rank, world_size):
     one, odd = torch.ones(()), rank % 2 == 1
     theirs, missing = [rank % 2, rank % 2 + 2], rank + 1 - 2 * (rank % 2)
     lacks = f"over is a context of ranks {theirs}, and lacks the ranks [{missing}] of this one"
-    no_step = "step_count must be one number of at least 0 (the terms in the sum), got -1"
+    no_step = "step_count must be a number of at least 0, how many terms the sum has, got -1"
     unlike = "ranks disagree on call: rank {} has mean_loss, rank {} has mean_loss with step_count"
     for over, step_count, said in (
         (everyone, 0, "4 terms in this micro-batch and step_count=0 in all"),

@@ -219,11 +219,11 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
 
     - Places 0 and `num_heads` of several segments. A query at place 0 hears of earlier segments only by wider branches.
       The position at place `num_heads` may be one that no head reads.
-    - The first segments are tried, because there a causal query can hear of few positions, and missing one of them
-      lowers the share more. The last segments are tried, because they may be shorter.
+    - The first segments are tried, because a causal query there can hear of few positions. So each position that it
+      misses lowers its share by more than in later segments. The last segments are tried, because they may be shorter.
     - With a window of w positions, also places w - 2 and w - 1 of these segments. Through a causal window,
       only the first w - 1 queries of a segment attend to keys before the segment.
-    - With a window, also the last queries of the sequence, since one of them may be read by no head.
+    - With a window, also the last positions of the sequence, since no head may read one of them.
     """
     shortest = min(branch.segment_length for branch in pattern.branches)
     starts = {0, max(0, (seq_len - 1) // shortest - 1) * shortest}

@@ -355,9 +355,9 @@ class _Maker:
         If results are kept until they are gathered, all results of a block have at most about `kept_rows` rows. (But a
         block has at least one head.) If results are not kept, there is a single block.
 
-        If results are kept, this method also makes the accumulators. If there are no tiles, and no results have been
-        gathered before, it yields a block without calls. The `Gather` step of this block fills the accumulators with 0
-        (lse: -inf).
+        If results are kept, the accumulators must be filled even if there are no tiles. So without tiles, and if
+        nothing has been gathered yet, this method yields a block without calls. The `Gather` step of this block fills
+        the accumulators with 0 (lse: -inf).
         """
         num_heads = self.plan.num_kv_heads
         num_blocks = 1

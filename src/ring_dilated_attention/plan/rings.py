@@ -124,7 +124,7 @@ def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
         for place, of_place in enumerate(starts)
         for i, start in enumerate(of_place)
     ]
-    # `waiting`: the places that need none of the pieces visited so far, sorted by the start of their last piece.
+    # `waiting`: the places that do not yet need the current piece, sorted by the start of their last piece.
     waiting = sorted(range(num_places), key=lambda place: starts[place][-1])
     needed_by: list[tuple[int, int]] = []  # the ranges of places that need the current piece
     for start, place, i in sorted(pieces, reverse=True):

@@ -32,8 +32,8 @@ class Portion(NamedTuple):
     document: Span
 
 
-# The keys of a portion, and a list of (other portion, its queries). The list has an entry for each other portion with
-# queries that attend to some of these keys. `rows.cut_apart` has cut keys and queries into pieces.
+# The keys of a portion, and a list of pairs: another portion with queries that attend to some of these keys, and its
+# queries. `rows.cut_apart` has cut keys and queries into pieces.
 Sight = tuple[list[Piece], list[tuple[Portion, list[Piece]]]]
 
 

@@ -90,8 +90,8 @@ class Call:
 
 
 class ForwardState(NamedTuple):
-    """What a call's forward passes to its backward, so that the backward need not choose a kernel or read cu_seqlens
-    again.
+    """What the forward of a call saves for its backward, so that the backward need not choose a kernel or read
+    cu_seqlens again.
 
     number: which forward of the context this is, counted from 1. Ranks compare this number. On one device it is 0.
     kernel: the name of the backend whose kernels run the call. borders: cu_seqlens as numbers, or None.

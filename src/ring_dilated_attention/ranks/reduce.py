@@ -80,7 +80,7 @@ def _count(name: str, count: Any) -> float:
         count = count.item()
     if not is_finite_number(count) or count < 0:
         raise ValueError(
-            f"{name} must be one number of at least 0 (the terms in the sum), got {count!r:.99}."
+            f"{name} must be a number of at least 0, how many terms the sum has, got {count!r:.99}."
         )
     return float(count)
 

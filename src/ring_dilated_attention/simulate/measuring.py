@@ -35,8 +35,8 @@ def measuring(parallel: ContextParallel) -> Iterator[list[MemoryUse]]:
         print(*ranks, sep="\\n")
 
     A rank holds its rows of query, key and value. In backward it also holds its rows of out, lse and out's gradient.
-    Tensors that the rank makes count too: buffers, accumulators, and the results of kernels. The memory that a kernel
-    allocates and frees within a call does not count; `rda plan` lists it.
+    The measurement also includes the tensors that the rank creates: buffers, accumulators, and the results of kernels.
+    It leaves out the memory that a kernel allocates and frees within a call; `rda plan` lists this memory.
 
     Raises:
         ValueError: unless all ranks are simulated. (`python -m benchmarks ranks` measures real ranks.)
