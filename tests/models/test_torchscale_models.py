@@ -184,7 +184,7 @@ def from_torchscale(**changes):
             for name, value in UNSUPPORTED.items()
         ),
         (lambda: from_torchscale(vocab_size=11), OUTPUTS),
-        (lambda: from_torchscale(segment_length=None), "have no segment_length: these are not"),
+        (lambda: from_torchscale(segment_length=None), "have no segment_length: they are not"),
         (lambda: from_torchscale(segment_length="[a]"), "segment_lengths='[a]' is not a list of"),
         (lambda: config(num_heads=3), "embed_dim=8 is not a multiple of num_heads=3"),
         (lambda: config(num_layers=0), "num_layers=0 must be"),
