@@ -147,7 +147,7 @@ def rank_errs(rank, world_size):
         return DilatedCache.gather(parallel, **right | changes)
 
     # A gloo process that receives twice the bytes that it waits for is killed.
-    alike = "must both be"
+    alike = "must have the same shape"
     cases = [
         (gather, {}, changes, words)
         for changes, words in (
