@@ -1,4 +1,4 @@
-"""Reads the numbers in a command's options as people write them (1M, 64Ki), and refuses others. Imports no torch."""
+"""Reads the numbers in a command's options as people write them (1M, 64Ki). Imports no torch."""
 
 import re
 import sys
@@ -12,8 +12,8 @@ from ..training.options import MAX_INT64, in_short
 DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 UNITS = {name.lower(): size for name, size in (DECIMAL | BINARY).items()}
-# Matches a number and its unit. Commas may only group thousands: "2048,65536" does not match, because a space must
-# separate two numbers.
+# Matches a number and its unit. Commas may only group thousands. So "2048,65536" does not match: two numbers
+# must be separated by a space.
 NUMBER = re.compile(
     r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)"
 )

@@ -23,8 +23,7 @@ from ..run.dilated_cache import DTYPES, DilatedCache
 
 QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 # A floor that is added to every tolerance, because rounding a result once costs about eps / 4 in relative L2. In
-# float64 the floor is larger, because the definition is computed in float64 too, and so has rounding errors of that
-# size itself.
+# float64 the floor is larger, because the definition is computed in float64 too, and has rounding errors itself.
 FLOOR = {
     dtype: torch.finfo(dtype).eps * (8 if dtype == torch.float64 else 0.25) for dtype in DTYPES
 }

@@ -185,6 +185,6 @@ def as_toml(machine: Machine) -> str:
 
 
 def assumed(machine: Machine) -> str:
-    """A line that tells the user which numbers a modelled time assumes, and where they come from."""
+    """A line that tells the user which numbers a predicted time is based on, and where the numbers come from."""
     numbers = ", ".join(f"{name} {value:g}" for name, value in known(machine.hardware).items())
     return f"assumed of each rank: {numbers} ({machine.source})"

@@ -76,7 +76,7 @@ def prepare_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the file gets the lowest free number: `descriptor`
+            os.open(os.devnull, os.O_RDWR)  # opens `descriptor`, the lowest free one
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -124,7 +124,7 @@ def leaving_at_once(command: str) -> Iterator[None]:
 def held_back() -> Iterator[None]:
     """Delay Ctrl-C to the end of the block. Processes that are started in the block never receive it."""
     came: list[int] = []
-    # Block SIGINT, which then stays blocked in every process that is started in this block.
+    # Mask SIGINT. Every process that is started while SIGINT is masked inherits the mask, and keeps it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with _handled(lambda number, frame: came.append(number)):
         try:

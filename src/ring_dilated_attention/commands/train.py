@@ -58,7 +58,7 @@ PACKAGES = ("filelock", "numpy", "rich", "safetensors")
 # If a rank fails, the other ranks lose the connection to it. They wait GRACE_SECONDS before they end, so that the
 # failed rank ends first, and the launcher names it as the cause.
 GRACE_SECONDS = 10
-# Matches the errors that a rank gets after another rank has ended. They come from gloo, in DDP's all-reduce of
+# Matches the errors that a rank gets after another rank has ended. The errors come from gloo, while DDP averages
 # gradients, or from a store of torch.distributed.
 LOST_CONNECTION = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out|gloo/transport"
@@ -215,7 +215,8 @@ def train(arguments: Namespace, run: Run | None) -> int:
     if arguments.launched is None or code == FAILED_EXIT_CODE:
         return code
     # Pass the exit code on to the launcher. If the code means no error, only the first rank passes it on, because only
-    # the first rank writes the report. If that fails, the command must not end with the code of another rank.
+    # the first rank writes the report. If the report cannot be written, the command must not end with another rank's
+    # code.
     if code not in (0, INTERRUPTED_EXIT_CODE) or parallel.rank == 0:
         leave_code(arguments.launched, code)
     return 0

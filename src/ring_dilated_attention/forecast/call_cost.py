@@ -1,4 +1,4 @@
-"""Predicts what an attention call computes, sends and holds over all ranks, and its time.
+"""Predicts what an attention call computes, sends and holds over all ranks, and how long the call takes.
 
 (query, key) pairs and received bytes are counted exactly, for every rank.
 
@@ -27,7 +27,7 @@ from .clock import Hardware, StepTime, model_step
 
 MOST_TIMED = 64  # the time of a call is modelled up to this number of ranks
 DOZEN = 12
-FLOPS_PER_PAIR = 7 * 2  # 7 matrix products (2 forward, 5 backward), each 2 FLOPs per head dim
+FLOPS_PER_PAIR = 7 * 2  # 7 matrix products (2 forward, 5 backward), 2 FLOPs per feature of a head
 
 
 class PlannedCall(NamedTuple):
@@ -169,7 +169,7 @@ class Figures(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """The fraction of a step's time, from 0 to 1, that the busiest rank spends waiting."""
+        """The fraction of a step's time, from 0 to 1, in which the rank that computes longest only waits."""
         assert self.step is not None, "no hardware was given"
         computing = max(rank.computing_seconds for rank in self.step.ranks)
         return 1 - computing / self.seconds if self.seconds else 0.0

@@ -5,9 +5,9 @@ tiles (blocks of queries x keys), posts messages and waits for messages.
 
 Assumptions:
 
-- Computation: a tile takes `call_seconds`, plus its FLOPs divided by the FLOPs per second of the stage. Kernels reach
-  this rate in practice, including the time to pack rows and to add up results. Messages do not slow computation.
-  Posting a message takes no time.
+- Computation: a tile takes `call_seconds`, plus its FLOPs divided by the FLOPs per second of the stage. This rate is
+  what kernels reach in practice: packing rows and adding up results count as part of a tile. Messages do not slow
+  computation. Posting a message takes no time.
 - Network: a rank sends one message at a time and receives one at a time, each at `bytes_per_second`. Messages go in the
   order in which the rank posts them, as on one NCCL stream. A message starts when its sender and its receiver have
   posted it, and neither is busy with an earlier message. It arrives one latency after its last byte has left.
@@ -79,8 +79,8 @@ class Hardware(NamedTuple):
 class RankTime(NamedTuple):
     """The seconds of one rank in a step.
 
-    forward_seconds and backward_seconds are each for one stage. Each counts from the moment when all ranks have ended
-    the previous stage.
+    forward_seconds and backward_seconds are the times of the two stages. The backward begins when all ranks have ended
+    the forward.
 
     computing_seconds and exposed_seconds are sums over the two stages. Exposed time is spent in waits: for handshakes,
     slow messages and late senders.

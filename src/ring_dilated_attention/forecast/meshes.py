@@ -1,5 +1,5 @@
 """Lists the meshes that a given number of devices can form. Meshes that fit the memory come first. Of these, the
-mesh on which a decoder trains the most tokens per second is at the top.
+mesh on which training reads the most tokens per second is at the top.
 
 A mesh of data x sequence devices has `data` groups. Each sequence is split over the `sequence` devices of a group.
 
@@ -169,8 +169,8 @@ def _attention(
 def _gradient_seconds(training: Training, mesh: Mesh, hardware: Hardware, *, is_cut: bool) -> float:
     """The part of a step, in seconds, in which devices exchange gradients or parameters.
 
-    Without FSDP2 devices sum gradients by a reduce-scatter and an all-gather. With FSDP2 (`is_cut` set) devices gather
-    parameters twice and reduce-scatter gradients once.
+    Without FSDP2, devices sum gradients by a reduce-scatter and an all-gather. With FSDP2 (`is_cut` set),
+    devices gather parameters twice and reduce-scatter gradients once.
 
     The devices of a host first exchange among themselves. So a host sends to other hosts only as many bytes as one
     device holds.

@@ -4,7 +4,7 @@ One or two of the decoder's blocks run forward and backward on tensors of the de
 tensors that exist at the same time are counted. All blocks are alike, so each further block adds as many bytes as the
 second.
 
-`simulate/weighing.py` counts the bytes that an attention call holds. `meshes.py` takes the rank that holds most.
+`simulate/weighing.py` counts the bytes that an attention call holds on a rank. `meshes.py` takes the largest count.
 """
 
 from collections.abc import Callable
@@ -80,7 +80,7 @@ class Decoder(NamedTuple):
     head_dim: int
     num_parameters: int
     block_parameters: int  # the parameters of one block
-    matrix_entries: int  # entries of all matrices that multiply a token's row, including the head
+    matrix_entries: int  # weights of all linear layers, including the layer that makes logits
 
 
 def count_decoder(

@@ -13,7 +13,8 @@ more nodes than a million.
 
 To find the keys that a set of queries attends to in a branch, the set is moved by 1, 2, 4, ... times the dilation rate,
 one move after the other. After each move the moved set is united with the set before the move. Nothing moves over the
-border of a segment. A sliding window has no borders: the moves in one direction add up to the reach of the window.
+border of a segment. A sliding window has no borders. Its moves in one direction add up to the distance from a query to
+the farthest key in the window.
 """
 
 from collections.abc import Iterator, Sequence
@@ -221,9 +222,9 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
       The position at place `num_heads` may be one that no head reads.
     - The first segments are tried, because a causal query there can hear of few positions. So each position that it
       misses lowers its share by more than in later segments. The last segments are tried, because they may be shorter.
-    - With a window of w positions, also places w - 2 and w - 1 of these segments. Through a causal window,
+    - With a window of w positions, also places w - 2 and w - 1 of the same segments. Through a causal window,
       only the first w - 1 queries of a segment attend to keys before the segment.
-    - With a window, also the last positions of the sequence, since no head may read one of them.
+    - With a window, also the last positions of the sequence, because one of them may be read by no head.
     """
     shortest = min(branch.segment_length for branch in pattern.branches)
     starts = {0, max(0, (seq_len - 1) // shortest - 1) * shortest}

@@ -266,7 +266,7 @@ def replace_attention(
             f"{type(module).__name__} has no nn.TransformerEncoderLayer or nn.TransformerDecoderLayer: construct your "
             "own layers with MultiheadDilatedAttention, whose state_dict is that of nn.MultiheadAttention."
         )
-    # Make all new attentions before the first of them replaces another, so that an error leaves the module unchanged.
+    # Make all new attentions before any attention is replaced, so that an error leaves the module unchanged.
     attentions = [
         _dilated(name, layer.self_attn, pattern, rotary, parallel) for name, layer in layers.items()
     ]

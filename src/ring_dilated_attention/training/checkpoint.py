@@ -96,7 +96,7 @@ def _write(
     writer = HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
     try:
         with warnings.catch_warnings():
-            # Hide torch's warning that `save` does not use torch.distributed, because no_dist=True asks for this.
+            # Hide torch's warning that `save` does not use torch.distributed: with no_dist=True this is intended.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             save(tensors, storage_writer=writer, no_dist=not is_cut)
     except CheckpointException as error:
@@ -172,7 +172,7 @@ def _is_of_run(checkpoint: Path, run: str) -> bool:
 
 
 def _remove_superfluous(target: Path, run: str) -> None:
-    """Remove unfinished checkpoints, and all checkpoints of this run before `target` except the newest."""
+    """Remove unfinished checkpoints. Of this run's checkpoints before `target`, keep only the newest."""
     step = saved_run.step_of(target)
     older = [
         path for path in saved_run.find_checkpoints(target.parent) if saved_run.step_of(path) < step

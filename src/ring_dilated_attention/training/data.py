@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 STDIN = "-"
-# Folders in Python's library that the default document leaves out: installed packages, tests (many are data), caches.
+# Folders in Python's library that the default document leaves out: installed packages, tests, caches.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 

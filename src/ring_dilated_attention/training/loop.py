@@ -273,8 +273,8 @@ def check_finite(is_finite: bool, what: str, step: int) -> None:
 def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> None:
     """Raise TrainingDiverged on every rank if a parameter is not finite.
 
-    It is called before each checkpoint, so that a good checkpoint is not replaced by a bad one. With --fsdp each rank
-    holds a different part of the parameters, so all ranks must call this.
+    The training loop calls this function before each checkpoint, so that no bad checkpoint replaces a good one. With
+    --fsdp each rank holds a different part of the parameters, so all ranks must call this function.
     """
     is_finite = True
     for parameter in model.parameters():

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from ..models.longnet_config import LongNetConfig
 from .machine import multiplies_bfloat16
 
-MOST_SEQUENCES = 2**20  # the most sequences of one step, because a step joins them one by one
-MOST_LAYERS = 10_000  # the most layers, because each layer takes time and memory
+MOST_SEQUENCES = 2**20  # the most sequences of one step; joining more would take too long
+MOST_LAYERS = 10_000  # the most layers; more would take too much time and memory
 LONGEST = 2**40  # the longest segment, and the largest dilation rate
 MAX_INT64 = 2**63 - 1  # the largest integer of 64 bits, and the largest size or stride of a tensor
 # The range of learning rates. In its first step AdamW divides the rate by 1 - 0.9, and the quotient must fit float32.

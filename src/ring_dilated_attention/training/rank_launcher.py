@@ -146,7 +146,7 @@ def leave_code(folder: Path, code: int) -> None:
     follows."""
     unfinished = folder / f"{CODE_FILE}-{os.getpid()}"
     unfinished.write_text(str(code))
-    unfinished.replace(folder / CODE_FILE)  # so other ranks cannot read a part of the file
+    unfinished.replace(folder / CODE_FILE)  # no other rank sees a file that is only partly written
 
 
 def leave_reason(reason: str, *, is_cause: bool) -> None:

@@ -22,8 +22,8 @@ def sharded_model(
         model = LongNetLM(
             config, parallel=parallel, activation_checkpointing=activation_checkpointing
         )
-    # Before `reset_parameters` an uncut model has drawn random numbers. Draw these numbers here too, so that the
-    # parameters are the same with and without --fsdp.
+    # The constructors of an uncut model's modules draw random numbers. Draw as many here, so that `reset_ends` and
+    # `reset_block` then draw the same parameters as without --fsdp.
     nn.Embedding(config.vocab_size, config.embed_dim)
     for _ in model.blocks:
         LongNetBlock(config, parallel, "auto")

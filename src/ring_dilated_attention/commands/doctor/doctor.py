@@ -128,7 +128,7 @@ def examined_with(rank: int, num_ranks: int, seconds: float) -> list[dict[str, A
 
 
 def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
-    """One sentence for each entry of "versions" (software, kind of GPU) that differs between ranks."""
+    """One sentence for each name in "versions", such as "torch" or "GPU", whose value differs between ranks."""
     problems = {}
     first_versions = everyone[0]["versions"]
     for one in everyone:
@@ -214,7 +214,7 @@ def text(everyone: list[dict[str, Any]], hardware: Hardware | None) -> str:
 
 
 def machine_found(everyone: list[dict[str, Any]], hardware: Hardware) -> Machine:
-    """The description of a rank that --save writes to a file, for `rda plan --hardware`.
+    """The rates and the memory of a rank. --save writes them to a file, for `rda plan --hardware`.
 
     The memory is that of the rank with the least memory. Ranks that compute on a CPU share the memory of their host.
     """

@@ -64,7 +64,7 @@ def _arrays_of(
 
 
 def _array(arrays: Mapping[str, Any], what: str, names: Sequence[str]) -> Any:
-    """The array under the first name in `names` that `arrays` has. From HDF5, the array is returned unread."""
+    """Look up `names` in `arrays`, in order. Returns the first array found. An array of HDF5 is not read yet."""
     for name in names:
         if name in arrays:
             return arrays[name]

@@ -62,7 +62,7 @@ def transformers_decoder(path: Path, pattern: DilatedPattern) -> Decoder:
 
     from ...integrations.transformers import convert_to_dilated
 
-    if not path.exists():  # refuse: transformers would look for the path on the network
+    if not path.exists():  # otherwise transformers would look for the path on the network
         raise ValueError(f"--config {path}: there is no such file")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, dilated_attention=None)

@@ -19,7 +19,7 @@ MOST_POSITIONS, MOST_HEADS = 128, 4  # the most positions and heads that a pictu
 
 
 def draw(path: Path, pattern: DilatedPattern, seq_len: int, num_heads: int) -> None:
-    """Draw the pattern to a new file, and print its path on stderr.
+    """Draw the pattern to a new file, and print the file's path on stderr.
 
     Raises ValueError if the sequence is too long, matplotlib is missing, or the file exists already.
     """

@@ -1,4 +1,4 @@
-"""Dilated attention as transformers calls it: an attention function, and the mask function that goes with it.
+"""The attention function that transformers calls for "dilated", and the mask function that belongs to it.
 
 transformers passes tensors (B, H, M, D), and all keywords that the model gives its attention. Keywords in REFUSED would
 change the attention, so they are refused. All other keywords are ignored, because they do not change the attention.
@@ -85,8 +85,8 @@ def attend(
         pattern = layer_pattern(module.config, sliding_window, is_causal=bool(is_causal))
         num_heads = query_BHMD.shape[1]
         if not is_own:
-            # Take the layer's number of heads from the config: under tensor parallelism this rank may have only some of
-            # the heads. Which keys a head reads depends on its number among all heads of the layer.
+            # Count the layer's heads by the config: under tensor parallelism this rank may have only some of the heads.
+            # Which keys a head reads depends on the head's index among all heads of the layer.
             num_heads = getattr(module.config, "num_attention_heads", num_heads)
         heads = held_heads(module, query_BHMD.shape[1], num_heads) or range(num_heads)
         bounded: BoundedLayer | None = getattr(key_BGSD, MARK, None)
@@ -157,7 +157,7 @@ def _attend_padded(
 ) -> Tensor:
     """Attention over a batch with padding. Returns out (B, M, H, D), which is 0 at padding.
 
-    The entries of the batch are packed without their padding: each entry becomes a document of one sequence.
+    The batch entries are packed into one sequence, without padding. Each entry becomes a document of this sequence.
     """
     if not torch.compiler.is_compiling() and valid_BM.all():
         return dilated(*rows_BMHD)
@@ -369,7 +369,7 @@ def _counts(
     for i, branch in enumerate(pattern.branches):
         length, rate = branch.segment_length, branch.dilation_rate
         phases = [pattern.phase_of(i, head, num_heads) for head in range(num_heads)]
-        # Give a head that does not run this branch the phase -1. No position has this phase, so the head reads no key.
+        # A head that does not run this branch gets phase -1. No position has this phase, so the head reads no key.
         phases_H1 = torch.tensor([-1 if s is None else s for s in phases], device=query_BM.device)[
             :, None
         ]

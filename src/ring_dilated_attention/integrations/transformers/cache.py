@@ -14,7 +14,7 @@ from ...attention import dilated_attention
 from ...run.dilated_cache import DilatedCache
 from .config import pattern_of
 
-MARK = "bounded_layer"  # the attribute of a key tensor that holds its BoundedLayer
+MARK = "bounded_layer"  # a BoundedLayer sets this attribute of new keys to itself
 
 
 class BoundedCache(Cache):
@@ -31,8 +31,8 @@ class BoundedCache(Cache):
     Args:
         model: a transformers model with dilated attention.
         max_len: the largest number of positions in a sequence, if it is known. No buffer gets more rows than this.
-        keep: the number of newest positions that `crop` can always remove, even from a complete segment, whose rows the
-            cache would otherwise drop. For assisted generation and prompt lookup pass the number of tokens of a draft.
+        keep: `crop` can always shorten a sequence to n - keep positions. Here n is the largest length that the sequence
+            has had. For assisted generation and prompt lookup pass the number of tokens of a draft.
 
     Raises:
         ValueError: for a model without a pattern. Also for Phi-3 and Phi-MoE, unless `max_len` is at most their

@@ -74,10 +74,9 @@ def is_as_trained(config: Any) -> bool:
 def layer_pattern(config: Any, window: int | None, *, is_causal: bool) -> DilatedPattern:
     """The pattern of one layer: the config's pattern, if the config has one.
 
-    Otherwise the model keeps its own attention, and the pattern is the layer's window. Without a window the pattern is
-    dense.
+    Otherwise the model keeps its own attention: the pattern is a sliding window, or dense if the layer has no window.
 
-    window: the window as transformers passes it: a query attends to keys less than `window` positions away.
+    window: the layer's window in transformers. A query attends to keys less than `window` positions away.
     """
     if not is_as_trained(config):
         return pattern_of(config, is_causal=is_causal)

@@ -71,7 +71,7 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
 
 
 def check_as_trained(model: Any) -> None:
-    """Raise ValueError unless this package computes the attention that a model was trained with."""
+    """Raise ValueError unless this package can compute the attention that a model was trained with."""
     register()
     config = copy.deepcopy(model.config)
     config._attn_implementation = AS_TRAINED

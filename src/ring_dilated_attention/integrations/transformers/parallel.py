@@ -84,15 +84,16 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     return handle
 
 
-SHARDED = "sharded_forward"  # the attribute of a model that holds its ShardedForward
+SHARDED = "sharded_forward"  # a ShardedForward sets this attribute of its model to itself
 
 
 class ShardedForward:
-    """The hooks of `context_parallel`: before a model's forward, after it, and after its decoder.
+    """The hooks of `context_parallel`. `before` and `after` run around the model's forward, and `sum_loss` runs after
+    the model's decoder.
 
     The decoder computes the hidden states of this rank's rows. The loss is computed for a slice of these rows at a
     time. To get the logits of a slice, the model's forward is called once more, with a decoder that only returns the
-    slice's hidden states. This keeps what the model itself does to logits (NanoChat caps them, Cohere scales them).
+    slice's hidden states. So the model still changes logits in its own way (NanoChat caps them, Cohere scales them).
     """
 
     def __init__(self, model: Any, parallel: ContextParallel) -> None:

@@ -133,7 +133,7 @@ class Replaying(Recording):
 
 
 class OtherRowsError(Exception):
-    """Raised if the input of attention or `unshard` on a rank is not this rank's half of the input on one device."""
+    """Raised if a rank passes to attention, or to `unshard`, other rows than its half of the rows on one device."""
 
 
 def attend_replayed(
