@@ -37,8 +37,8 @@ def count(text: str) -> int:
 
 
 def amount(text: str) -> float:
-    """Read the real number of an option, written in one of the ways that `count` accepts. Raises ArgumentTypeError for
-    other texts."""
+    """Read the real number of an option, in any notation that `count` accepts. Raises ArgumentTypeError for other
+    texts."""
     return float(_parse(text))
 
 

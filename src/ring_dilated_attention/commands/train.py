@@ -209,7 +209,7 @@ def train(arguments: Namespace, run: Run | None) -> int:
                 say(f"rda train: {error}")
         except Exception as error:  # noqa: BLE001  `failed` raises unforeseen errors again
             code = failed(error, arguments, folder)
-        # A restart follows only after FAILED_EXIT_CODE. After any other code, delete the file that counts starts.
+        # A restart follows only after FAILED_EXIT_CODE. After any other code, delete the file with the count of starts.
         if folder is not None and parallel.rank == 0 and code != FAILED_EXIT_CODE:
             (folder / STARTS_FILE).unlink(missing_ok=True)
     if arguments.launched is None or code == FAILED_EXIT_CODE:

@@ -133,8 +133,8 @@ class HeldByModel(Held):
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # Answer True to "all" and False to "any", because tensors on "meta" have no values. Models of transformers ask
-        # whether all tokens belong to one document, or whether any token belongs to a second document.
+        # Answer True for torch.all and False for torch.any, because tensors on "meta" have no values. Models of
+        # transformers ask whether all tokens belong to one document, or whether any token belongs to a second document.
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return not self.is_any_asked
         self.is_any_asked = func is torch.ops.aten.any.default

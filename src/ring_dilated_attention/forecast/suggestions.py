@@ -3,8 +3,8 @@
 In a branch (w, r) of a pattern, only every r-th position of each segment of w positions takes part in attention. Four
 patterns are tried:
 
-- Three follow LongNet's rule with a ratio a of 2, 4 or 8. w is w_0, w_0 * a, w_0 * a**2, ... up to the whole sequence,
-  and r is 1, a, a**2, ...
+- Three follow LongNet's rule, with the ratio a = 2, 4 or 8. w is w_0, w_0 * a, w_0 * a**2, ... up to the whole
+  sequence, and r is 1, a, a**2, ...
 - One has two branches. The first has segments of w_0 and r = 1. The second is the whole sequence. Its r is chosen so
   that a query attends to about equally many keys in both branches. But r is at most the number of heads, so that every
   position is read by some head.

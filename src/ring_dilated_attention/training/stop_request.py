@@ -15,7 +15,7 @@ _NOTICE = b"\nrda train: stopping after this step, to save; a second time stops 
 
 
 class StopRequest:
-    """A context in which SIGINT and SIGTERM only ask the training to stop. A second request ends the process.
+    """A context manager. In its block SIGINT and SIGTERM only ask training to stop. A second request ends the process.
 
     A signal within TWICE_SECONDS of the first counts as the same request. says: whether this rank prints a notice.
     """

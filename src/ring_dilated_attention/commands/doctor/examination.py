@@ -81,9 +81,9 @@ def meet(parallel: ContextParallel) -> None:
 def rates(parallel: ContextParallel, device: str, dtype: torch.dtype) -> dict[str, float]:
     """Measure how fast this rank computes attention, while all ranks compute.
 
-    Returns the FLOPs per second of a forward and of a backward, and two times in seconds. "call_seconds" is the part
-    of a tile's time (a tile is a block of queries x keys) that does not grow with the tile. "around_seconds" is the
-    time that an attention call takes in addition to the time of its tiles.
+    Returns the FLOPs per second of a forward and of a backward, and two durations. "call_seconds" is the part of a
+    tile's time (a tile is a block of queries x keys) that does not grow with the tile. "around_seconds" is the time
+    that an attention call takes in addition to the time of its tiles.
     """
     many = ROWS if device == "cpu" else 8 * ROWS
     one_tile = DilatedPattern.dense()

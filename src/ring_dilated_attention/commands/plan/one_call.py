@@ -199,7 +199,7 @@ def lines_of(
 
 
 def table_of_alternatives(rows: list[Alternative]) -> str:
-    """A table of every exchange and sharding, the fastest first. Each assumes shards of nearly equal lengths."""
+    """A table of every exchange and sharding, the fastest first. Each row assumes shards of nearly equal lengths."""
     lines = []
     for row in rows:
         step = waits = ""

@@ -302,7 +302,7 @@ def make_mask(
                    attention masks of three dims.
     """
     if attention_mask is not None and attention_mask.dim() != 2:
-        # Return a mask that an earlier call of this function made: with a static cache `generate` makes the mask, and
+        # Return a mask that an earlier call of this function made: with a static cache, `generate` makes the mask, and
         # the model's forward then passes this mask as `attention_mask`.
         return attention_mask
     is_bounded = (

@@ -129,7 +129,7 @@ _causal: dict[tuple[type, str], bool] = {}
 
 @contextmanager
 def for_copies(name: str) -> Iterator[None]:
-    """The context in which copies are made and run: on the CPU, in float32, without autocast and without gradients.
+    """A context manager for making and running copies: on the CPU, in float32, without autocast and gradients.
 
     A user may make the model on the device "meta", with another default dtype or under autocast. The copy must not
     take over these settings. Copies leave torch's random generator on the CPU as it was.

@@ -4,9 +4,9 @@
 2. The copy receives the first half of the input, then the second half, as two ranks would. Attention computes
    nothing, and returns the matching half of the recorded output.
 
-The results of step 2 differ from the halves of the result of step 1 only if the model uses the whole input outside of
-attention. Examples are rotary angles that depend on the length, a mean over all rows, and a classification head that
-takes the last row.
+A result of step 2 differs from the same rows in step 1 only if the model uses the whole input outside of attention.
+Examples are rotary angles that depend on the length, a mean over all rows, and a classification head that takes the
+last row.
 
 B batch, H query heads, G key/value heads, M rows, D head dim.
 """
