@@ -116,10 +116,10 @@ def _launcher(
     _saying_to(said, folder)
     from torch.distributed.elastic.multiprocessing.api import PContext
 
-    change()
     PContext.close.__defaults__ = (None, 4)  # seconds from SIGTERM to SIGKILL, not 30
     # a second is too short where cores are busy
     with mock.patch.object(train, "GRACE_SECONDS", 4.0):
+        change()
         os._exit(_main(words, environment, main_with_forked_ranks))
 
 

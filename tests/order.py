@@ -14,7 +14,6 @@ LONGEST = (
     "test_a_rank_that_does_not_",
     "test_one_of_each_fault",
     "test_three_ranks_resume",
-    "test_a_run_that_is_struck",
 )
 
 

@@ -24,12 +24,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
 
@@ -43,7 +42,8 @@ from ring_dilated_attention.models.saved_run import find_checkpoint, step_of
 
 OPTIONS = f"{TINY} --warmup-steps 2 --save-every 5 --data text.txt --run-folder run"
 KINDS = ("worker", "rank 0", "two", "agent", "writing", "restarting", "stop", "disk", "fsdp")
-# of the first strike; "stop" and other kinds are bound to steps
+# Of the first strike: after a step (in a test after that many), while ranks start, or in the report after the last one.
+# "stop" and other kinds are bound to steps.
 MOMENTS = ("step", "step", "start", "step", "report")
 AT_ANY_MOMENT = ("worker", "rank 0", "two", "agent")
 # A torchrun whose ranks have finished waits for the torchruns of other hosts, and 300 s if one was killed just then.
@@ -62,20 +62,16 @@ class Size(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What came of one fault. `complaints` is empty if everything is as it must be.
+    """What came of faults. `complaints` is empty if everything is as it must be.
 
     outcome: "went on", or "the same command went on".
     ended: the seconds until no process was left whose launcher was killed.
-    moment: of the first strike: after a "step", at the "start" of ranks, or in the "report" after the last step.
     """
 
-    kind: str
-    launcher: str
     outcome: str
     seconds: float
     ended: float | None
     complaints: list[str]
-    moment: str
 
 
 class Result(NamedTuple):
@@ -86,7 +82,7 @@ class Result(NamedTuple):
     tensors: bytes  # of the parameters and of the optimisers' state
 
 
-def started(words: Sequence[str], said: Path, environment: dict[str, str]) -> Any:
+def started(words, said, environment):
     """A process of Python with these words. What it says goes to a file."""
     with said.open("ab") as file:
         return subprocess.Popen([sys.executable, *words], stdout=file, stderr=file, env=environment)
@@ -95,34 +91,25 @@ def started(words: Sequence[str], said: Path, environment: dict[str, str]) -> An
 class Job:
     """A command that trains in the present folder, and its processes."""
 
-    def __init__(
-        self, launcher: str, size: Size, start: Callable[..., Any] = started, *options: str
-    ) -> None:
+    def __init__(self, launcher, size, start=started, *options):
         """options: of `rda train`, more than all trials have."""
         self.launcher, self.size, self.start, self.options = launcher, size, start, options
         self.said = Path("said.txt")
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as docs/launching.md says
         self.num_ranks = 2
-        self.heads: list[Any] = []  # the launcher, or the agents
+        self.heads = []  # the launcher, or the agents
         # all processes of ranks that were seen, and when each began
-        self.known: dict[int, int] = {}
+        self.known = {}
         self.said_before = 0  # how many bytes had been said when a rank was first seen
         self.has_lost_head, self.steps_left = False, 0  # at the moment when it lost it
-        self.store: Any = None
-        self.disk: str | None = None  # how it was full
+        self.store = None
 
-    def begin(self) -> None:
+    def begin(self):
+        self.has_lost_head, self.disk = False, ""  # how it is full
         size = self.size
-        words = [
-            *TRAIN,
-            *OPTIONS.split(),
-            "--steps",
-            str(size.steps),
-            "--timeout",
-            str(size.timeout),
-        ]
-        words += self.options
+        options = f"{OPTIONS} --steps {size.steps} --timeout {size.timeout}"
+        words = [*TRAIN, *options.split(), *self.options]
         run = f"-m torch.distributed.run --max-restarts {size.restarts}"
         if self.launcher == "rda":
             commands = [[*words, "--ranks", str(self.num_ranks), "--restarts", str(size.restarts)]]
@@ -138,7 +125,7 @@ class Job:
             commands = [[*run.split(), *words]] * 2
         self.heads = [self.start(command, self.said, self.environment) for command in commands]
 
-    def ranks(self) -> list[int]:
+    def ranks(self):
         """The living ranks, in the order of their start."""
         found = {pid: began(pid) for head in self.heads for pid in children(head.pid)}
         if not self.known.items() >= found.items():
@@ -146,11 +133,11 @@ class Job:
             self.said_before = self.said.stat().st_size
         return sorted(found, key=lambda pid: (found[pid], pid))
 
-    def said_by_the_last(self) -> str:
+    def said_by_the_last(self):
         """What was said since the ranks were last started."""
         return self.said.read_bytes()[self.said_before :].decode(errors="replace")
 
-    def end(self, seconds: float = MOST_SECONDS) -> list[int | None]:
+    def end(self, seconds=MOST_SECONDS):
         """The exit codes, once all launchers have ended. Those that do not end in time have none, and are killed."""
         deadline = time.monotonic() + seconds
         while any(head.poll() is None for head in self.heads) and time.monotonic() < deadline:
@@ -162,7 +149,7 @@ class Job:
         self.kill(head.pid for head in self.heads if head.poll() is None)
         return codes
 
-    def wait_until(self, condition: Callable[[], Any], seconds: float = MOST_SECONDS) -> bool:
+    def wait_until(self, condition, seconds=MOST_SECONDS):
         """Whether the condition came true while a launcher was running."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -171,14 +158,14 @@ class Job:
             time.sleep(0.005)
         return True
 
-    def kill(self, pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
+    def kill(self, pids, number=signal.SIGKILL):
         for pid in pids:
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
                 continue
 
-    def lose_head(self, rng: random.Random) -> None:
+    def lose_head(self, rng):
         """Kill the launcher, or one of the agents."""
         self.has_lost_head, self.steps_left = True, self.size.steps - steps_done()
         lost = rng.choice(self.heads)
@@ -186,7 +173,7 @@ class Job:
         while lost.poll() is None:  # until then its ranks are no orphans
             time.sleep(0.001)
 
-    def lose_disk(self, rank: int) -> None:
+    def lose_disk(self, rank):
         """Let the disk be full, if `run` is a small one of its own. Else no file of this rank may grow much."""
         self.disk = "full" if Path("run").is_mount() else "limit"
         if self.disk == "full":
@@ -195,12 +182,12 @@ class Job:
             most = Path("run/metrics.jsonl").stat().st_size + 3_000
             resource.prlimit(rank, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
 
-    def fill_disk(self) -> None:
+    def fill_disk(self):
         with suppress(OSError), Path("run/filler").open("ab", buffering=0) as file:
             while file.write(bytes(4096)):
                 pass
 
-    def orphans(self) -> list[int]:
+    def orphans(self):
         """The processes in the present folder that no living launcher has started."""
         heads = [head.pid for head in self.heads if head.poll() is None]
         known = {os.getpid(), *heads, *(pid for head in heads for pid in children(head))}
@@ -209,7 +196,7 @@ class Job:
         here = [int(name) for name in os.listdir("/proc") if name.isdigit() and is_here(name)]
         return [pid for pid in here if pid not in known and stat_of(pid)]
 
-    def clear(self) -> None:
+    def clear(self):
         # Linux soon gives the number of a process that has ended to another one, of another command of the user's.
         self.kill(pid for pid, start in self.known.items() if began(pid) == start)
         self.kill(head.pid for head in self.heads if head.poll() is None)
@@ -222,7 +209,7 @@ class Job:
                 time.sleep(0.01)
 
 
-def stat_of(pid: int) -> list[str]:
+def stat_of(pid):
     """The fields of a living process behind its name: its state ("T" if it is stopped), its parent, and others."""
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -232,13 +219,13 @@ def stat_of(pid: int) -> list[str]:
     return fields if fields[0] != "Z" else []
 
 
-def began(pid: int) -> int:
+def began(pid):
     """When a living process began; 0 if it has ended."""
     fields = stat_of(pid)
     return int(fields[19]) if fields else 0
 
 
-def children(pid: int) -> list[int]:
+def children(pid):
     """The living processes that a process has started."""
     try:
         found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -247,24 +234,24 @@ def children(pid: int) -> list[int]:
     return [child for child in map(int, found) if stat_of(child)]
 
 
-def is_here(pid: str) -> bool:
+def is_here(pid):
     try:
         return Path(f"/proc/{pid}/cwd").readlink() == Path.cwd()
     except OSError:  # it has ended
         return False
 
 
-def steps_done() -> int:
+def steps_done():
     path = Path("run/metrics.jsonl")
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def newest_step() -> int:
+def newest_step():
     newest = find_checkpoint(Path("run"))
     return step_of(newest) if newest else 0
 
 
-def result() -> Result | None:
+def result():
     """What the run came to; None if it is not complete."""
     path = Path("run/record.json")
     record = json.loads(path.read_bytes()) if path.exists() else {}
@@ -281,16 +268,16 @@ def result() -> Result | None:
 # Faults. Each returns whether it struck.
 
 
-def unfinished() -> list[Path]:
+def unfinished():
     """The files of checkpoints that have no name yet."""
-    found: list[Path] = []
+    found = []
     for folder in Path("run").glob("unfinished-checkpoint-*"):
         with suppress(FileNotFoundError):  # it got its name just now
             found += [path for path in folder.iterdir() if path.is_file()]
     return found
 
 
-def strike_writing(job: Job, rng: random.Random) -> bool:
+def strike_writing(job, rng):
     """Kill a rank during a write. Ranks are stopped before, and one is killed only if a write has begun and not ended.
 
     With --fsdp each rank writes. Otherwise the first does, and the other waits for it.
@@ -309,21 +296,21 @@ def strike_writing(job: Job, rng: random.Random) -> bool:
     return False
 
 
-def wait_for(job: Job, moment: str, rng: random.Random) -> bool:
-    """Whether the moment of the first strike came: after a step, while ranks start, or after the last step."""
+def wait_for(job, moment, rng):
+    """Whether the moment of the first strike came."""
     if moment == "start":
         is_there = job.wait_until(lambda: len(job.ranks()) == job.num_ranks)
     else:
-        step = job.size.steps if moment == "report" else rng.randrange(1, job.size.steps - 15)
-        is_there = job.wait_until(partial(is_running, job, step))
-    longest = {"step": 0.03, "start": 0.4, "report": 0.03}[moment]
-    if job.start is started and moment != "step":
+        steps = {"report": job.size.steps, "step": rng.randrange(1, job.size.steps - 15)}
+        is_there = job.wait_until(partial(is_running, job, steps.get(moment, moment)))
+    longest = 0.4 if moment == "start" else 0.03
+    if job.start is started and moment in ("start", "report"):
         longest *= 10
     time.sleep(rng.uniform(0, longest))
     return is_there
 
 
-def strike(job: Job, kind: str, moment: str, rng: random.Random) -> bool:
+def strike(job, kind, moment, rng):
     if not wait_for(job, moment, rng):
         return False
     if kind == "writing":
@@ -353,67 +340,62 @@ def strike(job: Job, kind: str, moment: str, rng: random.Random) -> bool:
     return True
 
 
-def run_trial(
-    kind: str, job: Job, rng: random.Random, whole: Result, moment: str = "step"
-) -> Trial:
-    """Strike a run in the present folder, and judge what it comes to."""
+def run_trial(faults, job, rng, whole, ranks_at_last=2):
+    """Strike a run in the present folder, by each kind at its moment, and judge what it comes to.
+
+    ranks_at_last: how many ranks the same command has, where it must go on.
+    """
     Path("text.txt").write_bytes(TEXT)
-    launcher = job.launcher
-    complaints: list[str] = []
-    ended: float | None = None
+    complaints = []
+    ended = None
     start, outcome = time.monotonic(), "went on"
     try:
-        if kind == "disk":
+        if "disk" in faults:
             mount_small_disk()
         job.begin()
-        if not strike(job, kind, moment, rng):
-            complaints.append("the fault never came")
-        struck, kept = time.monotonic(), newest_step()
-        if job.has_lost_head:
-            while job.orphans() and time.monotonic() < struck + ORPHAN_SECONDS:
-                time.sleep(0.1)
-            ended = time.monotonic() - struck
-            if job.orphans():
-                complaints.append(
-                    f"ranks still ran {ORPHAN_SECONDS} s after their launcher was killed"
-                )
-            if (
-                launcher != "two agents"
-                and result() is not None
-                and job.steps_left >= STEPS_OF_ORPHANS
-            ):
-                complaints.append("ranks trained to the end without their launcher")
-        codes = job.end()
-        if None in codes:
-            complaints.append(f"no end within {MOST_SECONDS} s")
-        if result() is None:
-            outcome = "the same command went on"
-            if not re.search("rda train: (?!waiting)", job.said_by_the_last()):
-                complaints.append("it stopped without a sentence")
-            job.clear()
-            if newest_step() < kept:
-                complaints.append(
-                    f"the newest checkpoint was that of step {kept}, and is that of {newest_step()}"
-                )
-            job.disk = None
-            job.begin()
-            job.end()
+        for number, (kind, moment) in enumerate(faults.items(), start=1):
+            if not strike(job, kind, moment, rng):
+                complaints.append(f"the fault {kind} never came")
+            struck, kept = time.monotonic(), newest_step()
+            if job.has_lost_head:
+                while job.orphans() and time.monotonic() < struck + ORPHAN_SECONDS:
+                    time.sleep(0.1)
+                ended = time.monotonic() - struck
+                if job.orphans():
+                    complaints.append(f"ranks ran {ORPHAN_SECONDS} s without their launcher")
+                if job.launcher != "two agents" and job.steps_left >= STEPS_OF_ORPHANS:
+                    if result() is not None:
+                        complaints.append("ranks trained to the end without their launcher")
+                    if kind == "agent" and moment != "start" and newest_step() < steps_done():
+                        complaints.append("ranks that lost their launcher did not save")
+            elif kind != "disk" and number < len(faults):
+                continue  # the next one strikes the same command
+            if None in job.end():
+                complaints.append(f"no end within {MOST_SECONDS} s")
+            if result() is None:
+                outcome = "the same command went on"
+                if not re.search("rda train: (?!waiting)", job.said_by_the_last()):
+                    complaints.append("it stopped without a sentence")
+                job.clear()
+                if newest_step() < kept:
+                    complaints.append(f"of checkpoints at {kept}, {newest_step()} is the newest")
+                job.num_ranks = ranks_at_last
+                job.begin()
+        job.end()
         said = job.said.read_text(errors="replace")
-        complaints += judge(whole, result(), step_alone())
+        complaints += judge(whole, result(), step_of_others())
+        if "writing" in faults:
+            complaints += [f"{path} was left" for path in Path("run").rglob("*unfinished-*")]
     finally:
         job.clear()
         if Path("run").is_mount():
             subprocess.run(["umount", "--lazy", "run"], check=True)
-    if kind == "writing":
-        complaints += [
-            f"{path} was left" for path in Path("run").rglob("*") if "unfinished-" in str(path)
-        ]
     if complaints:
         complaints.append(said[-3000:])
-    return Trial(kind, launcher, outcome, time.monotonic() - start, ended, complaints, moment)
+    return Trial(outcome, time.monotonic() - start, ended, complaints)
 
 
-def mount_small_disk() -> None:
+def mount_small_disk():
     """A disk of its own for the run, if this user may mount one."""
     Path("run").mkdir()
     words = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", "run"]
@@ -421,34 +403,33 @@ def mount_small_disk() -> None:
         Path("run").rmdir()
 
 
-def step_alone() -> int | None:
-    """The first step that one of two ranks did alone."""
+def step_of_others():
+    """The first step that not two ranks did."""
     path = Path("run/metrics.jsonl")
     steps = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return next((i for i, step in enumerate(steps) if len(step["resident_bytes"]) == 1), None)
+    return next((i for i, step in enumerate(steps) if len(step["resident_bytes"]) != 2), None)
 
 
-def judge(whole: Result, found: Result | None, alone: int | None) -> list[str]:
-    """What is wrong with a result. It must be equal to the bit, unless one rank went on alone from some step."""
+def judge(whole, found, first):
+    """What is wrong with a result. It must be equal to the bit, until not two ranks did the `first` step."""
     if found is None:
         return ["the run is not complete"]
-    if alone is None:
-        return [
-            f"another {name}"
-            for name in Result._fields
-            if getattr(whole, name) != getattr(found, name)
+    if first is None:
+        is_equal = [a == b for a, b in zip(whole, found, strict=True)]
+    else:
+        is_equal = [
+            found.losses[:first] == whole.losses[:first]
+            and abs(found.losses[first] - whole.losses[first]) < 1e-5,
+            abs(found.held_out / whole.held_out - 1) < 0.01,
         ]
-    complaints = []
-    if abs(found.losses[alone] - whole.losses[alone]) > 1e-5:
-        complaints.append(
-            f"the first loss of one rank is {found.losses[alone]}, not {whole.losses[alone]}"
-        )
-    if abs(found.held_out / whole.held_out - 1) > 0.01:
-        complaints.append(f"the held-out loss is {found.held_out}, not {whole.held_out}")
-    return complaints
+    return [
+        f"another {name}, from step {first}"
+        for name, is_same in zip(Result._fields, is_equal, strict=False)
+        if not is_same
+    ]
 
 
-def whole_result(job: Job) -> Result:
+def whole_result(job):
     """The result of a run in the present folder that is never struck."""
     Path("text.txt").write_bytes(TEXT)
     try:
@@ -461,11 +442,11 @@ def whole_result(job: Job) -> Result:
     return found
 
 
-def is_running(job: Job, step: int) -> bool:
+def is_running(job, step):
     return steps_done() >= step and len(job.ranks()) == job.num_ranks
 
 
-def in_folder(folder: Path, function: Callable[..., Any], *args: Any) -> Any:
+def in_folder(folder, function, *args):
     before = Path.cwd()
     folder.mkdir()
     os.chdir(folder)
@@ -485,7 +466,7 @@ class Setting(NamedTuple):
     is_forked: bool
 
 
-def setting_of(kind: str, number: int) -> Setting:
+def setting_of(kind, number):
     launcher = "torchrun" if number % 4 == 3 else "rda"
     if kind == "agent":
         launcher = ("rda", "two agents", "torchrun", "two agents")[number % 4]
@@ -498,28 +479,28 @@ def setting_of(kind: str, number: int) -> Setting:
     return Setting(launcher, moment, is_sharded, number // 4 % 2 == 1)
 
 
-def numbered_trial(
-    folder: Path, seed: int, kind: str, wholes: Sequence[Result], number: int
-) -> Trial:
+def numbered_trial(folder, seed, kind, wholes, number):
     """wholes: of a run without --fsdp, and of one with it."""
-    launcher, moment, is_sharded, is_forked = setting_of(kind, number)
-    options = ["--fsdp"] if is_sharded else []
-    job = Job(launcher, Size(), ForkedLauncher if is_forked else started, *options)
+    setting = setting_of(kind, number)
+    options = ["--fsdp"] if setting.is_sharded else []
+    start = ForkedLauncher if setting.is_forked else started
+    job = Job(setting.launcher, Size(), start, *options)
     rng = random.Random(f"{seed} {kind} {number}")
-    whole = wholes[is_sharded]
-    return in_folder(folder / f"trial-{number}", run_trial, kind, job, rng, whole, moment)
+    arguments = ({kind: setting.moment}, job, rng, wholes[setting.is_sharded])
+    return in_folder(folder / f"trial-{number}", run_trial, *arguments)
 
 
-def row_of(kind: str, trials: Sequence[Trial]) -> dict[str, Any]:
+def row_of(kind, trials):
+    settings = [setting_of(kind, number) for number in range(len(trials))]
     ended = [trial.ended for trial in trials if trial.ended is not None]
     went_on = [trial.outcome for trial in trials].count("went on")
     return {
         "kind": kind,
         "number": len(trials),
-        "launchers": Counter(sorted(trial.launcher for trial in trials)),
+        "launchers": Counter(sorted(setting.launcher for setting in settings)),
         "went_on": went_on,
         "went_on_by_the_same_command": len(trials) - went_on,
-        "struck_at": Counter(sorted(trial.moment for trial in trials)),
+        "struck_at": Counter(sorted(setting.moment for setting in settings)),
         "failed": sum(bool(trial.complaints) for trial in trials),
         "median_seconds": round(statistics.median(trial.seconds for trial in trials), 1),
         "most_seconds_of_orphans": round(max(ended), 1) if ended else None,
@@ -527,7 +508,7 @@ def row_of(kind: str, trials: Sequence[Trial]) -> dict[str, Any]:
     }
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -547,7 +528,7 @@ def main() -> int:
     print(f"seed {arguments.seed}")
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that others are forked from
     start = time.monotonic()
-    rows: list[dict[str, Any]] = []
+    rows = []
     with (
         tempfile.TemporaryDirectory(prefix="rda-trials-") as folder,
         # Each has a present folder of its own. What it forks from starts in the clone, and finds what it imports.
@@ -561,19 +542,13 @@ def main() -> int:
             one = partial(numbered_trial, Path(folder), arguments.seed, kind, wholes)
             # such a run takes twice as long, and half of `writing` are with --fsdp too
             num_trials = -(-arguments.number // 2) if kind == "fsdp" else arguments.number
-            trials: list[Trial] = []
+            trials = []
             for number, trial in enumerate(pool.map(one, range(num_trials))):
                 trials.append(trial)
                 verdict = "FAILED" if trial.complaints else "ok"
-                ended = "" if trial.ended is None else f", ranks ended after {trial.ended:.1f} s"
-                forked = " (forked)" if setting_of(kind, number).is_forked else ""
-                line = (
-                    f"{number:3}  {kind:10}  {trial.launcher:10}  {trial.seconds:6.1f} s{forked:9}"
-                )
-                print(f"{line}  {trial.moment:6}  {verdict}: {trial.outcome}{ended}")
-                for complaint in trial.complaints:
-                    print(f"     {complaint}")
-                sys.stdout.flush()
+                setting = " ".join(map(str, setting_of(kind, number)[:2]))
+                print(f"{number:3}  {kind}, {setting}, {trial.seconds:.1f} s  {verdict}:", end=" ")
+                print("\n     ".join([trial.outcome, *trial.complaints]), flush=True)
             rows.append(row_of(kind, trials))
             keep(rows, seconds=round(time.monotonic() - start))
     return 1 if any(row["failed"] for row in rows) else 0

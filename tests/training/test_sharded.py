@@ -248,16 +248,11 @@ def test_a_disk_that_is_full_on_one_rank_is_a_sentence_on_all_and_nothing_is_lef
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("damage", ["missing", "flipped"])
-def test_a_damaged_part_is_named(written, tmp_path, damage):
-    folder = tmp_path / written[0].name
-    shutil.copytree(written[0], folder)
+def test_a_damaged_part_is_named(written, tmp_path):
+    folder = shutil.copytree(written[0], tmp_path / written[0].name)
     part = folder / "shard-00002-model-00001-of-00001.safetensors"
-    if damage == "missing":
-        part.unlink()
-    else:
-        content = bytearray(part.read_bytes())
-        content[-3] ^= 4
-        part.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{part.name} is (missing|damaged: its size or sha256)"):
+    content = bytearray(part.read_bytes())
+    content[-3] ^= 4
+    part.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{part.name} is damaged: its size or sha256"):
         check_whole(folder)

@@ -22,6 +22,7 @@ from helpers import TEXT, StopAfter, free_port
 from helpers import TINY as OPTIONS
 from restart_trials import children
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ring_dilated_attention import ContextParallel
@@ -215,8 +216,6 @@ class TestLoop:
         record = train(tiny_run(tmp_path), ContextParallel(), NEVER)
         for _ in range(2):  # the second time over its own files
             write_report(record)
-        said = summary(record).replace(str(tmp_path), "runs/20250131-120000")
-        assert [line for line in said.splitlines() if len(line) > 80] == []
         assert (tmp_path / "record.json").read_text() == json.dumps(record, indent=1) + "\n"
         assert len(record["bits_per_byte"]) == 5
         assert record["ranks"][0]["resident_peak"] > 0
@@ -232,8 +231,18 @@ class TestLoop:
 
 
 def train_twice(rank, world_size, folder):
-    """One run in one go, one interrupted on the last rank's request, at a phase's end, and resumed."""
-    whole = train(tiny_run(folder / "whole", **PHASES), ContextParallel(), NEVER)
+    """One run in one go, one interrupted on the last rank's request, at a phase's end, and resumed: its losses, and of
+    each step this rank's rows and whether they are a shard."""
+    calls = []
+    loss_of = loop.LongNetLM.loss
+
+    def loss(model, tokens, *arguments, **options):
+        if torch.is_grad_enabled():  # not of scoring
+            calls.append((tokens.shape[1], model.parallel is not None))
+        return loss_of(model, tokens, *arguments, **options)
+
+    with mock.patch.object(loop.LongNetLM, "loss", loss):
+        whole = train(tiny_run(folder / "whole", **PHASES), ContextParallel(), NEVER)
     stop = StopAfter(3) if rank == world_size - 1 else NEVER
     first = train(tiny_run(folder / "parts", **PHASES), ContextParallel(), stop)
     assert first["step"] == 3
@@ -242,43 +251,26 @@ def train_twice(rank, world_size, folder):
     assert second["bits_per_byte"] == whole["bits_per_byte"]
     torch.distributed.barrier()
     assert saved_bytes(folder / "parts") == saved_bytes(folder / "whole")
-    return whole["bits_per_byte"]
+    return whole["bits_per_byte"], calls[1:]  # without DDP's rehearsal
 
 
 def test_three_ranks_resume_to_the_bit_and_agree_with_one(tmp_path):
     """Three, since gloo's sum of two is the same in any order. On one rank the losses differ by rounding only. And a
-    report that is made again by one rank tells of the three that trained."""
+    report that is made again by one rank tells of the three that trained.
+
+    Three sequences of 8 bytes go to three ranks, two of 16 cannot; those of --seq-len are always shared.
+    """
     results = run_ranks(3, train_twice, tmp_path)
-    losses = results[0]
-    assert all(result == losses for result in results)
+    losses = results[0][0]
+    for (found, calls), rows_of_32 in zip(results, (11, 11, 10), strict=True):
+        assert found == losses
+        assert calls == [(8, False)] + [(rows_of_32, True)] * 2 + [(16, True)] * 2
     alone = train(tiny_run(tmp_path / "alone", **PHASES), ContextParallel(), NEVER)
     assert losses == pytest.approx(alone["bits_per_byte"], abs=1e-4)
     again = train(tiny_run(tmp_path / "whole", resume=True, **PHASES), ContextParallel(), NEVER)
     assert again["bits_per_byte"] == losses
     assert again["num_ranks"] == 3
     assert [row["rank"] for row in again["ranks"]] == [0, 1, 2]
-
-
-def lengths_attended(rank, world_size, folder):
-    """The rows of this rank in each step, and whether they are a shard."""
-    calls = []
-    whole = loop.LongNetLM.loss
-
-    def loss(model, tokens, *arguments, **options):
-        if torch.is_grad_enabled():  # not of scoring
-            calls.append((tokens.shape[1], model.parallel is not None))
-        return whole(model, tokens, *arguments, **options)
-
-    with mock.patch.object(loop.LongNetLM, "loss", loss):
-        train(tiny_run(folder, **PHASES), ContextParallel(), NEVER)
-    return calls[1:]  # without DDP's rehearsal
-
-
-def test_short_sequences_are_dealt_out_whole(tmp_path):
-    """Three sequences of 8 bytes go to three ranks, two of 16 cannot; those of --seq-len are always shared."""
-    for rank, calls in enumerate(run_ranks(3, lengths_attended, tmp_path)):
-        shards_of_32 = (11, 11, 10)[rank]
-        assert calls == [(8, False)] + [(shards_of_32, True)] * 2 + [(16, True)] * 2
 
 
 @pytest.mark.parametrize("says", [True, False])
@@ -386,6 +378,7 @@ def fail_on_rank_1(error, reason):
 
 def sleep_in_a_step(seconds):
     rate = loop.share_of_peak
+    PContext.close.__defaults__ = (None, 1)
 
     def slow(options, step):
         if step == 7 and not Path("sleeping").exists():
@@ -432,18 +425,14 @@ class TestCommand:
             ("--ranks 0", "--ranks: must be at least 1, got 0"),
             ("--timeout 1e15", "--timeout: must be at most 86,400, got 1000000000000000"),
             ("--steps 0", "--steps 0 must be from 1 to 9,223,372,036,854,775,807"),
-            (f"--steps {10**30}", f"--steps {10**30} must be from"),
             (f"--batch-size {2**63 - 1}", "must be from 1 to 1,048,576"),
             ("--seq-len 1", "--seq-len 1 must be from 2 to"),
             ("--learning-rate nan", "--learning-rate nan must be from 1e-30 to 1e+30"),
-            ("--learning-rate 1e300", "--learning-rate 1e+300 must be from 1e-30 to 1e+30"),
             ("--save-every 0", "--save-every: must be at least 1, got 0"),
             ("--embed-dim 15", "embed_dim=15 over num_heads=2"),
             ("--dilation-rates 1", "segment_lengths has 2 entries and dilation_rates has 1"),
             (f"--dilation-rates 1 {2**40 + 1}", f"{2**40 + 1} must be from 1 to 1,099,511,627,776"),
-            (f"--segment-lengths 8 {2**63}", f"--segment-lengths {2**63} must be from"),
             (f"--seed {2**64}", f"--seed {2**64} must be from -9,223,372,036,854,775,807 to"),
-            (f"--seed=-{2**64}", f"--seed -{2**64} must be from -9,223,372,036,854,775,807 to"),
             ("--num-layers 1000000", "--num-layers 1000000 must be from 1 to 10,000"),
             ("--held-out-bytes 1M", "pass more --data, or a smaller --held-out-bytes or --seq-len"),
             ("--phases 48:1:1", "--phases 48:... is not shorter than --seq-len 48: leave it out"),
@@ -516,6 +505,8 @@ class TestCommand:
         assert f"the document has {len(TEXT):,} bytes\n" in error
         assert "held out:" in out
         assert json.loads(Path("run/record.json").read_text())["status"] == "complete"
+        Path("run/record.json").unlink()
+        newest = find_checkpoint(Path("run")).stat().st_ino
         remedy = "Leave these options out, or choose another --run-folder\n"
         for line, code, said in (
             (f"{words} --steps 6 --seed 0 --segment-lengths 8 16", 2,
@@ -527,6 +518,9 @@ class TestCommand:
         ):  # fmt: skip
             assert main(line.split()) == code
             assert said in capsys.readouterr().err
+        # it is reported again, and not repeated
+        assert json.loads(Path("run/record.json").read_text())["status"] == "complete"
+        assert find_checkpoint(Path("run")).stat().st_ino == newest
         Path("text.txt").write_bytes(TEXT[1:])
         assert main(["train", "--run-folder", "run"]) == 2
         assert "the document changed since the run began" in capsys.readouterr().err
@@ -543,10 +537,10 @@ class TestCommand:
         assert main(words) == 0
         assert "killed" not in metrics.read_text()
 
-    @pytest.mark.parametrize(("number", "seconds"), [(signal.SIGINT, 6), (signal.SIGTERM, 0)])
+    @pytest.mark.parametrize(("number", "seconds"), [(signal.SIGINT, 3), (signal.SIGTERM, 0)])
     def test_interrupted_ranks_save_and_go_on(self, number, seconds, capsys):
         """The signal reaches the launcher alone; both ranks stop at the same step, although that step takes longer than
-        the four seconds that other tests leave, and no traceback is seen. Meanwhile nobody beyond this machine can
+        the second that torch leaves to others here, and no traceback is seen. Meanwhile nobody beyond this machine can
         reach the ranks, and nobody else has their folder."""
         words = f"{RANKS} --steps 100000"
         process = forked(words, change=partial(sleep_in_a_step, seconds))
@@ -622,14 +616,6 @@ class TestCommand:
         said += r"go on with: \.\.\. -m ring_dilated_attention train .* --run-folder runs/[\d-]+\n"
         assert re.search(said, error)
         assert error.index("go on with") < error.index("_rank FAILED")
-
-    def test_ranks_end_when_their_launcher_is_killed(self):
-        process = forked(f"{RANKS} --steps 100000")
-        wait_for(lambda: find_checkpoint(Path("run")), process)
-        os.kill(process.pid, signal.SIGKILL)
-        process.end()
-        wait_for(lambda: Path("run/record.json").exists(), None)
-        assert json.loads(Path("run/record.json").read_text())["status"] == "interrupted"
 
 
 def listening(launcher):
