@@ -134,7 +134,7 @@ faults: $(VENV)/.installed
 	$(BIN)/python tests/ranks/fault_trials.py
 	$(BIN)/python tests/training/restart_trials.py --record benchmarks/results/restarts.json $(if $(NUMBER),--number $(NUMBER))
 
-# Random and hostile use. `make test` has 200 cases of each kind or fewer; here are 2,000 or as many as go into half an
+# Random and hostile use. `make test` has 100 cases of each kind or fewer; here are 2,000 or as many as go into half an
 # hour, and proofs that they notice what breaks. With a seed: make fuzz SEED=7
 fuzz: $(VENV)/.installed
 	$(BIN)/python tests/fuzzing/fuzz.py --prove $(if $(SEED),--seed $(SEED))

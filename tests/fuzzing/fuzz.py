@@ -20,13 +20,11 @@ A kind is a module with
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import random
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -56,7 +54,6 @@ KINDS = (
     "losses",
     "caches",
     "torchscale",
-    "autocast",
 )
 SECONDS_PER_CASE = 60
 MOST_TO_NOTICE = 2000  # cases, to notice that the program is broken
@@ -190,31 +187,15 @@ def prove(kind, seed):
     return found
 
 
-def note(path, kind, arguments, found, proofs):
+def note(path, row):
     """Add what was run to a record, with its own date, command and commit."""
-    from ring_dilated_attention.training.machine import hardware, versions
+    from benchmarks.record import make_record
 
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    about = {
-        "command": " ".join(["python tests/fuzzing/fuzz.py", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-        or None,
-    }
-    row = {
-        "kind": kind,
-        "seed": arguments.seed,
-        "first": arguments.first,
-        "cases": found.num_cases,
-        "failures": len(found.failures),
-        "seconds": round(found.seconds, 1),
-        "outcomes": dict(found.outcomes.most_common()),
-        "broken_noticed_by_case": proofs,
-        **about,
-    }
+    record = make_record("fuzz", [], is_quick=False)
+    about = {"command": " ".join(["python tests/fuzzing/fuzz.py", *sys.argv[1:]])}
+    about |= {"date": record["date"], "commit": record["commit"]}
     before = json.loads(path.read_text())["rows"] if path.exists() else []
-    machine = {"hardware": hardware(), "versions": versions()}
-    record = {"case": "fuzz", **about, **machine, "rows": [*before, row]}
+    record |= {**about, "rows": [*before, {**row, **about}]}
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -258,7 +239,17 @@ def main():
             first = arguments.first + found.num_cases
             print(f"the time or the patience was up; on from here: {again} --first {first}")
         if arguments.record is not None and arguments.broken is None:
-            note(arguments.record, kind, arguments, found, proofs[kind])
+            row = {
+                "kind": kind,
+                "seed": seed,
+                "first": arguments.first,
+                "cases": found.num_cases,
+                "failures": len(found.failures),
+                "seconds": round(found.seconds, 1),
+                "outcomes": dict(found.outcomes.most_common()),
+                "broken_noticed_by_case": proofs[kind],
+            }
+            note(arguments.record, row)
     return 0 if is_right else 1
 
 

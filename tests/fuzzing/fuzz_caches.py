@@ -1,7 +1,7 @@
 """Caches against the definition in float64: however a sequence is appended, its rows are those of one call.
 
 Tokens, slices and ragged batches; positions that are taken back, entries that begin anew, forks, states that are saved
-and loaded; all heads of a layer or some of them in each of two caches; plain calls and compiled ones.
+and loaded; all heads of a layer or some of them; plain calls and compiled ones.
 
 What must hold: every row of out and lse within a bound of the definition; padding comes out as nothing and is not read;
 what may be taken back is taken back; what cannot be is a ValueError, after which the cache is as it was.
@@ -13,7 +13,7 @@ B batch, N positions of a whole sequence, M rows of one call, H query heads, G k
 import io
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from fuzz import Trial, broken, nothing
@@ -70,76 +70,50 @@ def draw_limits(rng, call):
     }
 
 
-@dataclass
-class Held:
-    """Some heads of a layer, with their cache."""
-
-    heads: slice
-    kv_heads: slice
-    held: dict  # what the cache is told of them
-    cache: DilatedCache | None = None
-
-    def of_layer(self, inputs):
-        return [inputs[0][:, :, self.heads], *(x[:, :, self.kv_heads] for x in inputs[1:])]
-
-    def new_cache(self, call, batch, limits):
-        sizes = (call.pattern, batch, call.num_heads, call.num_kv_heads, call.head_dim)
-        return DilatedCache(*sizes, dtype=call.dtype, **self.held, **limits)
-
-
-def draw_caches(rng, call, limits):
-    """One cache of all heads, or two of some."""
-    ratio, border = call.num_heads // call.num_kv_heads, call.num_kv_heads
-    if call.num_kv_heads > 1 and rng.random() < 0.5:
-        border = rng.randint(1, call.num_kv_heads - 1)
-    several = []
-    for start, stop in ((0, border), (border, call.num_kv_heads)):
-        if start == stop:
-            continue
-        heads, held = range(start * ratio, stop * ratio), {}
-        if len(heads) < call.num_heads or rng.random() < 0.2:
-            held = {"heads_held": heads}
-        one = Held(slice(heads.start, heads.stop), slice(start, stop), held)
-        one.cache = one.new_cache(call, call.batch, limits)
-        several.append(one)
-    return several
-
-
 class Conversation:
     """What every entry of the batch has been told so far, beside caches that should know it."""
 
     def __init__(self, rng, compiler):
         self.rng, self.compiler = rng, compiler
-        self.call = causal(draw_call(rng, dtypes=DTYPES, sinks=True))
-        self.limits = draw_limits(rng, self.call)
-        self.several = draw_caches(rng, self.call, self.limits)
-        self.inputs, dout, dlse = tensors_of(self.call)
+        self.call = call = causal(draw_call(rng, dtypes=DTYPES, sinks=True))
+        self.limits = draw_limits(rng, call)
+        start = rng.choice([0, rng.randrange(call.num_kv_heads)])
+        stop = rng.choice([call.num_kv_heads, rng.randint(start + 1, call.num_kv_heads)])
+        ratio = call.num_heads // call.num_kv_heads
+        heads = range(start * ratio, stop * ratio)
+        self.held = {}  # what calls and caches are told of their heads
+        if len(heads) < call.num_heads or rng.random() < 0.2:
+            self.held = {"heads_held": heads}
+        self.heads, own = slice(heads.start, heads.stop), slice(start, stop)
+        self.cache = self.new_cache(call.batch, self.limits)
+        inputs, dout, dlse = tensors_of(call)
         with torch.inference_mode(False), torch.enable_grad():
-            self.answer = answer_to(
-                self.call, [x.clone() for x in self.inputs], dout.clone(), dlse.clone()
-            )
+            self.answer = answer_to(call, [x.clone() for x in inputs], dout.clone(), dlse.clone())
+        self.inputs = [inputs[0][:, :, self.heads], *(x[:, :, own] for x in inputs[1:])]
         self.sources = list(range(self.call.batch))  # the sequence that each entry goes on with
         self.positions, self.highest = [0] * self.call.batch, [0] * self.call.batch
         self.counter = CompileCounterWithBackend(compiler) if compiler else None
         self.only_tokens = compiler is not None and rng.random() < 0.5
         self.dynamic = rng.choice([None, None, True])
-        self.attends = [self._attend(one) for one in self.several]
-        self.said = []
-
-    def _attend(self, one):
-        rules = {"scale": self.call.scale, "return_lse": True, **one.held}
-        if one.held:
-            rules["num_heads"] = self.call.num_heads
-        if self.call.has_sinks:
-            rules["sinks"] = self.call.sinks.detach()[one.heads]
+        rules = {"scale": call.scale, "return_lse": True, **self.held}
+        if self.held:
+            rules["num_heads"] = call.num_heads
+        if call.has_sinks:
+            rules["sinks"] = call.sinks.detach()[self.heads]
 
         def attend(q, k, v, cache, lengths):
-            more = {"cache": cache, "lengths": lengths, **rules}
-            return dilated_attention(q, k, v, self.call.pattern, **more)
+            return dilated_attention(q, k, v, call.pattern, cache=cache, lengths=lengths, **rules)
 
-        if self.counter is None:
-            return attend
-        return torch.compile(attend, backend=self.counter, fullgraph=True, dynamic=self.dynamic)
+        self.attend = attend
+        if self.counter is not None:
+            options = {"backend": self.counter, "fullgraph": True, "dynamic": self.dynamic}
+            self.attend = torch.compile(attend, **options)
+        self.said = []
+
+    def new_cache(self, batch, limits):
+        call = self.call
+        sizes = (call.pattern, batch, call.num_heads, call.num_kv_heads, call.head_dim)
+        return DilatedCache(*sizes, dtype=call.dtype, **self.held, **limits)
 
     @property
     def batch(self):
@@ -171,20 +145,17 @@ class Conversation:
         lengths = None
         if is_ragged:
             lengths = torch.tensor(counts, dtype=self.rng.choice([torch.int64, torch.int32]))
-        results = []
-        for one, attend in zip(self.several, self.attends, strict=True):
-            rows = one.of_layer(given)
-            if self.compiler is None:
-                rows = [self.rng.choice(STRIDES)(x) for x in rows]
-            results.append(attend(*rows, one.cache, lengths))
+        if self.compiler is None:
+            given = [self.rng.choice(STRIDES)(x) for x in given]
+        out, lse = self.attend(*given, self.cache, lengths)
         self.positions = [start + count for _, start, count in spans]
         self.highest = list(map(max, self.highest, self.positions))
-        out, lse = (torch.cat(x, 2) for x in zip(*results, strict=True))
         return self._why_wrong(out, lse, spans)
 
     def _why_wrong(self, out, lse, spans):
         def rows_of(x):
-            return torch.cat([x[source, start : start + count] for source, start, count in spans])
+            own = x[:, :, self.heads]
+            return torch.cat([own[source, start : start + count] for source, start, count in spans])
 
         is_row = torch.tensor([count for _, _, count in spans])[:, None] > torch.arange(
             out.shape[1]
@@ -196,9 +167,8 @@ class Conversation:
         is_nothing = self.call.has_sinks or (lse[~is_row] == -torch.inf).all()
         if out[~is_row].any() or not is_nothing:
             complaint = complaint or "padding is not nothing"
-        for one in self.several:
-            if (found := one.cache.position.tolist()) != self.positions:
-                complaint = complaint or f"positions are {found}, and should be {self.positions}"
+        if (found := self.cache.position.tolist()) != self.positions:
+            complaint = complaint or f"positions are {found}, and should be {self.positions}"
         return complaint
 
     def crop(self):
@@ -219,23 +189,11 @@ class Conversation:
         self.said.append(f"crop {counts}")
         targets = [position - count for position, count in zip(self.positions, counts, strict=True)]
         must = all(target >= floor for target, floor in zip(targets, floors, strict=True))
-        given = self.rng.choice([counts, torch.tensor(counts)])
-        answers = set()
-        for one in self.several:
-            try:
-                one.cache.crop(given)
-                answers.add("taken")
-            except ValueError as error:
-                answers.add("refused")
-                if must:
-                    return f"crop({counts}) from {self.positions} is refused: {error}"
-        if len(answers) > 1:
-            # One of two caches has no buffers of the shorter segments: both go on from where both can.
-            for one in self.several:
-                one.cache.reset()
-            self.positions, self.highest = [0] * self.batch, [0] * self.batch
-        elif answers == {"taken"}:
-            self.positions = targets
+        try:
+            self.cache.crop(self.rng.choice([counts, torch.tensor(counts)]))
+        except ValueError as error:
+            return f"crop({counts}) from {self.positions} is refused: {error}" if must else None
+        self.positions = targets
         return None
 
     def fork(self):
@@ -243,12 +201,11 @@ class Conversation:
         if self.compiler is not None:  # another batch is another graph
             entries = [self.rng.randrange(self.batch) for _ in range(self.batch)]
         self.said.append(f"fork {entries}")
-        for one in self.several:
-            before = one.cache
-            one.cache = before.fork(self.rng.choice([entries, torch.tensor(entries)]))
-            if self.rng.random() < 0.5:  # they share nothing
-                before.memory.fill_(math.nan)
-                before.reset()
+        before = self.cache
+        self.cache = before.fork(self.rng.choice([entries, torch.tensor(entries)]))
+        if self.rng.random() < 0.5:  # they share nothing
+            before.memory.fill_(math.nan)
+            before.reset()
         for name in ("sources", "positions", "highest"):
             setattr(self, name, [getattr(self, name)[entry] for entry in entries])
         return None
@@ -257,12 +214,11 @@ class Conversation:
         """A state that goes through a file, into a cache of other limits."""
         limits = {**self.limits, "keep": self.rng.choice([self.limits["keep"], 0, 30])}
         self.said.append(f"load into keep={limits['keep']}")
-        for one in self.several:
-            file = io.BytesIO()
-            torch.save(one.cache.state_dict(), file)
-            file.seek(0)
-            one.cache = one.new_cache(self.call, self.batch, limits)
-            one.cache.load_state_dict(torch.load(file, weights_only=True))
+        file = io.BytesIO()
+        torch.save(self.cache.state_dict(), file)
+        file.seek(0)
+        self.cache = self.new_cache(self.batch, limits)
+        self.cache.load_state_dict(torch.load(file, weights_only=True))
         # What can be taken back is what both could.
         self.limits = {**limits, "keep": min(limits["keep"], self.limits["keep"])}
         return None
@@ -272,15 +228,13 @@ class Conversation:
         if self.rng.random() >= 0.3:
             rows = [b for b in range(self.batch) if self.rng.random() < 0.5]
         self.said.append(f"reset {rows}")
-        for one in self.several:
-            one.cache.reset(rows)
+        self.cache.reset(rows)
         for b in range(self.batch) if rows is None else rows:
             self.positions[b] = self.highest[b] = 0
         return None
 
     def refuse(self):
         """A call that cannot be: a ValueError, and nothing has changed."""
-        one, attend = self.rng.choice(list(zip(self.several, self.attends, strict=True)))
         kinds, max_len = ["negative", "more than there are"], self.limits["max_len"]
         if max_len is not None and max_len - max(self.positions) < 60:
             kinds.append("beyond max_len")
@@ -291,8 +245,9 @@ class Conversation:
         if kind != "beyond max_len":
             counts[self.rng.randrange(self.batch)] = -1 if kind == "negative" else 3
         self.said.append(f"refuse lengths {kind}")
-        rows = [x[:1, :1].expand(self.batch, num_new, -1, -1) for x in one.of_layer(self.inputs)]
-        return why_changed(one.cache, lambda: attend(*rows, one.cache, torch.tensor(counts)))
+        rows = [x[:1, :1].expand(self.batch, num_new, -1, -1) for x in self.inputs]
+        lengths = torch.tensor(counts)
+        return why_changed(self.cache, lambda: self.attend(*rows, self.cache, lengths))
 
 
 def try_sequence(rng, compiler):
@@ -305,13 +260,12 @@ def try_sequence(rng, compiler):
         if complaint:
             break
     # (With dynamic=True torch takes a scale for a symbol at first, and begins anew.)
-    most = len(talk.several) * (2 if talk.dynamic else 1)
+    most = 2 if talk.dynamic else 1
     if talk.counter is not None and talk.only_tokens and talk.counter.frame_count > most:
         complaint = complaint or f"{talk.counter.frame_count} graphs for tokens alone, not {most}"
-    heads = "all heads" if not talk.several[0].held else f"{len(talk.several)} parts of the heads"
+    heads = "some heads" if talk.held else "all heads"
     how = f"sequence, {heads}, {f'compiled, {compiler}' if compiler else talk.call.dtype}"
-    held = [one.held for one in talk.several]
-    return Trial(how, f"{talk.call}, {talk.limits}, {held}: {talk.said}", complaint)
+    return Trial(how, f"{talk.call}, {talk.limits}, {talk.held}: {talk.said}", complaint)
 
 
 _write, _from_text = append.write, RankCall.from_text

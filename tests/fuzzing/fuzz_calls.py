@@ -1,7 +1,8 @@
 """Functions and modules on one device: right calls against the definition in float64, wrong ones against a ValueError.
 
 What must hold: every result and gradient within a bound of the definition, inputs left as they were; NaN goes nowhere
-that the definition does not send it; and what cannot be is refused with a ValueError that says something.
+that the definition does not send it; a call under `torch.autocast` is, to the bit, that of inputs which were cast by
+hand, and float64 stays float64; and what cannot be is refused with a ValueError that says something.
 Uninitialised memory is NaN.
 """
 
@@ -13,7 +14,16 @@ from types import FunctionType
 import torch
 from fuzz import Trial, broken, nothing
 from fuzz_modules import MODULE_BREAKAGES, try_language_model, try_module
-from fuzz_oracle import NAMES, STRIDES, answer_to, borders_of, difference, draw_call, tensors_of
+from fuzz_oracle import (
+    NAMES,
+    STRIDES,
+    Answer,
+    answer_to,
+    borders_of,
+    difference,
+    draw_call,
+    tensors_of,
+)
 from helpers import poisoned_memory
 from torch.utils.checkpoint import checkpoint
 
@@ -23,15 +33,18 @@ from ring_dilated_attention import (
     dilated_attention,
     save_attention,
 )
-from ring_dilated_attention.attention import validate
+from ring_dilated_attention.attention import attention, validate
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.reference import multiplicity
 
+WIDE = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
 
 def try_case(rng, folder):
-    kinds = [try_call, try_module, try_language_model, try_nan, try_hostile, try_heads_held]
+    kinds = {try_call: 10, try_autocast: 4, try_module: 6, try_language_model: 1}
+    kinds |= {try_nan: 1, try_hostile: 3, try_heads_held: 1}
     with poisoned_memory():
-        return rng.choices(kinds, [10, 3, 1, 1, 3, 1])[0](rng)
+        return rng.choices([*kinds], [*kinds.values()])[0](rng)
 
 
 def try_call(rng):
@@ -46,6 +59,42 @@ def try_call(rng):
     if not all(map(torch.equal, before, leaves)):
         complaint = "the inputs were changed"
     return Trial(f"call, {call.dtype}, {how}", str(call), complaint)
+
+
+def try_autocast(rng):
+    """Floating types but float64 take autocast's, as by torch's own attention. Gradients have the inputs' own types."""
+    short = rng.choice([torch.bfloat16, torch.float16])
+    given = [rng.choice(WIDE)] * 3 if rng.random() < 0.8 else rng.choices(WIDE, k=3)
+    casts = {x if x == torch.float64 else short for x in given}
+    call = draw_call(rng, dtypes=[*casts])
+    inputs, dout, dlse = tensors_of(call)
+    leaves = arranged(rng, call, [x.to(dtype) for x, dtype in zip(inputs, given, strict=True)])
+    how = rng.choice(["plain", "checkpointed", "twice"])
+    attend = alone = functools.partial(dilated_attention, **call.rules)
+    if len(set(given)) == 1 and rng.random() < 0.03:  # it notices where autocast begins
+        how = "compiled"
+        torch._dynamo.reset()
+        attend = torch.compile(alone, fullgraph=True, backend=rng.choice(["eager", "aot_eager"]))
+        attend(*leaves)
+
+    def under_autocast(*inputs, **more):
+        with torch.autocast("cpu", short):
+            return attend(*inputs, **more)
+
+    description = f"{call} from {given} under {short}"
+    if len(casts) > 1:
+        complaint = why_not_refused(lambda: under_autocast(*leaves))
+        return Trial("autocast, refused", description, complaint)
+    by_casts = [x.detach().to(call.dtype).requires_grad_(x.requires_grad) for x in leaves]
+    with torch.autocast("cpu", short, enabled=rng.random() < 0.5):  # for the backward
+        found = results(call, leaves, under_autocast, dout, dlse, how)
+    complaint = None
+    own_types = dict(zip(("dq", "dk", "dv"), given, strict=True))
+    for name, right in results(call, by_casts, alone, dout, dlse).items():
+        right = right.to(own_types.get(name, right.dtype))
+        if found[name].dtype != right.dtype or not torch.equal(found[name], right):
+            complaint = f"{name} is {found[name]} and should be {right}"
+    return Trial(f"autocast, {how}, {call.dtype}", description, complaint)
 
 
 def arranged(rng, call, inputs):
@@ -80,30 +129,21 @@ def results(call, leaves, attend, dout, dlse, how="plain"):
 
 
 def try_heads_held(rng):
-    """The heads of a layer in two groups."""
+    """Some heads of a layer."""
     call = draw_call(rng, dtypes=[torch.float64])
+    start = rng.randrange(call.num_kv_heads)
+    own = slice(start, rng.randint(start + 1, call.num_kv_heads))
     ratio = call.num_heads // call.num_kv_heads
-    border = rng.randint(0, call.num_kv_heads)
+    heads = slice(own.start * ratio, own.stop * ratio)
     inputs, dout, dlse = tensors_of(call)
-    answer = answer_to(call, inputs, dout, dlse)
-    for start, stop in ((0, border), (border, call.num_kv_heads)):
-        if start == stop:
-            continue
-        own, heads = slice(start, stop), slice(start * ratio, stop * ratio)
-        leaves = arranged(rng, call, [inputs[0][:, :, heads], *(x[:, :, own] for x in inputs[1:])])
-        attend = functools.partial(
-            dilated_attention,
-            **call.rules,
-            heads_held=range(start * ratio, stop * ratio),
-            num_heads=call.num_heads,
-        )
-        found = results(call, leaves, attend, dout[:, :, heads], dlse[:, :, heads])
-        of = {name: own if name in ("dk", "dv") else heads for name in NAMES}
-        values, sizes = ({name: x[name][:, :, of[name]] for name in NAMES} for x in answer)
-        complaint = difference(call, found, answer._replace(values=values, sizes=sizes))
-        if complaint:
-            return Trial("heads held", str(call), f"heads {heads}: {complaint}")
-    return Trial("heads held", str(call))
+    leaves = arranged(rng, call, [inputs[0][:, :, heads], *(x[:, :, own] for x in inputs[1:])])
+    held = {"heads_held": range(heads.start, heads.stop), "num_heads": call.num_heads}
+    attend = functools.partial(dilated_attention, **call.rules, **held)
+    found = results(call, leaves, attend, dout[:, :, heads], dlse[:, :, heads])
+    of = {name: own if name in ("dk", "dv") else heads for name in NAMES}
+    whole = answer_to(call, inputs, dout, dlse)
+    values, sizes = ({name: x[name][:, :, of[name]] for name in NAMES} for x in whole)
+    return Trial("heads held", f"{heads} of {call}", difference(call, found, Answer(values, sizes)))
 
 
 def try_nan(rng):
@@ -223,7 +263,7 @@ def why_not_refused(attempt):
     return "it is taken"
 
 
-_forward = cpu.forward
+_autocast, _forward = attention.autocast, cpu.forward
 _with_columns = cpu.with_dlse_columns
 
 
@@ -235,12 +275,20 @@ def _dlse_of_float16(rows, width):
     return _with_columns(rows._replace(dlse=rows.dlse.half().to(rows.dlse.dtype)), width)
 
 
+def _cast_float64_too(x):
+    is_wide = isinstance(x, torch.Tensor) and x.dtype == torch.float64
+    if is_wide and torch.is_autocast_enabled("cpu"):
+        return x.to(torch.get_autocast_dtype("cpu"))
+    return _autocast(x)
+
+
 CALL_BREAKAGES = {
     "causality is forgotten": broken("forward", _forward_without_causality, cpu),
     "dlse goes through float16": broken("with_dlse_columns", _dlse_of_float16, cpu),
 }
 BREAKAGES = {
     **CALL_BREAKAGES,
+    "float64 is cast": broken("autocast", _cast_float64_too, attention),
     "scales are not checked": broken("_check_scale", nothing, validate),
     **MODULE_BREAKAGES,
 }

@@ -7,12 +7,8 @@ import math
 
 import fuzz_ranks
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from fuzz import broken
-from fuzz_modules import why_unequal
 from fuzz_teams import in_ranks, try_on_ranks
-from helpers import rows_of
 from torch import Tensor
 
 from ring_dilated_attention.ranks import context
@@ -26,7 +22,7 @@ def try_case(rng, folder):
 
 class Desk(fuzz_ranks.Desk):
     def deeds(self):
-        return {self.exact: 2, self.trained: 1}
+        return {self.exact: 1}
 
     def exact(self, rng):
         """Sums of any floating dtypes and counts of any forms, a few of them 0, NaN or infinite."""
@@ -49,28 +45,6 @@ class Desk(fuzz_ranks.Desk):
                 right = torch.full(own.shape, 1.5 * self.world_size / count, dtype=torch.float64)
                 complaint = why_off("its gradient", grad, right.to(own.dtype))
         return f"{sums} over {counts} of {steps}, {fuzz_ranks.told(parallel)}", complaint
-
-    def trained(self, rng):
-        """Labels, some of which are ignored, of a sequence in shards: the loss and the mean of the ranks' gradients."""
-        seq_len, dtype = rng.randint(1, 30), torch.float64
-        with self.context(rng, seq_len) as parallel:
-            torch.manual_seed(rng.randrange(2**31))
-            x = torch.randn(1, seq_len, 4, dtype=dtype)
-            weight = torch.randn(5, 4, dtype=dtype, requires_grad=True)
-            labels = torch.randint(5, (1, seq_len))
-            labels[torch.rand(1, seq_len) < rng.random() / 2] = -100
-            labels[0, rng.randrange(seq_len)] = 2
-            expected = F.cross_entropy((x @ weight.T)[0], labels[0])
-            own = rows_of(parallel, labels)[0]
-            logits = rows_of(parallel, x)[0] @ weight.T
-            local_sum = F.cross_entropy(logits, own, reduction="sum")
-            found = parallel.mean_loss(local_sum, (own != -100).sum())
-            complaint = why_unequal("loss", found, expected)
-            right, gradient = (torch.autograd.grad(y, [weight])[0] for y in (expected, found))
-            dist.all_reduce(gradient)
-            complaint = complaint or why_unequal("gradient", gradient / self.world_size, right)
-        told = f"{int((labels != -100).sum())} of {seq_len} labels, {fuzz_ranks.told(parallel)}"
-        return told, complaint
 
 
 def number(x):

@@ -20,7 +20,7 @@ FEWER = {
 def test_nothing_is_found(kind):
     found = fuzz(kind, SEED, range(FEWER.get(kind, 100)))
     assert not found.failures
-    assert len(found.outcomes) > 5  # cases of many sorts, and not 100 times the same refusal
+    assert len(found.outcomes) > 2  # cases of several sorts, and not 100 times the same refusal
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,9 @@ def test_nothing_is_found(kind):
         ("simulated", "gradients do not come home"),
         ("ranks", "the mean of each shard"),
         ("caches", "compiled code forgets the scale"),
+        ("calls", "a cache has the parameters' type"),
         ("torchscale", "misplaced rows stay"),
-        ("autocast", "a cache has the parameters' type"),
-        ("autocast", "zero rows are not counted"),
+        ("torchscale", "zero rows are not counted"),
     ],
 )
 def test_a_broken_program_is_noticed(kind, breakage):
