@@ -436,10 +436,10 @@ class TestCommand:
             ("--num-layers 1000000", "--num-layers 1000000 must be from 1 to 10,000"),
             ("--held-out-bytes 1M", "pass more --data, or a smaller --held-out-bytes or --seq-len"),
             ("--phases 48:1:1", "--phases 48:... is not shorter than --seq-len 48: leave it out"),
-            ("--phases 8:2 8:2:1", "--phases '8:2' must be LENGTH:BATCH:STEPS, such as 512:2:1000"),
+            ("--phases 8:2 8:2:1", "--phases '8:2' must be none or LENGTH:BATCH:STEPS"),
             ("--dtype float64", "--dtype 'float64' must be float32 or bfloat16"),
-            ("--phases 8:1048577:1", "BATCH is at most 1,048,576"),
-            ("--phases 8:0:1", "--phases '8:0:1' must be LENGTH:BATCH:STEPS"),
+            ("--phases 8:1048577:1", "a BATCH of at most 1,048,576"),
+            ("--phases 8:0:1", "--phases '8:0:1' must be none or LENGTH:BATCH:STEPS"),
         ],
     )
     def test_bad_options_are_exit_code_2(self, words, message, capsys):
