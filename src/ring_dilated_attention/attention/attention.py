@@ -120,7 +120,8 @@ def dilated_attention(
         )
         check_cache(cache, call, query, key, parallel, cu_seqlens, lengths)
         query, key, value = map(with_unit_stride, rows)
-        # With cu_seqlens, do not warn: the last border in cu_seqlens says that the tensors hold the whole sequence.
+        # Do not warn a caller who passes cu_seqlens: its last border must be N, so the N rows are meant to be the whole
+        # sequence.
         if parallel is None and cache is None and cu_seqlens is None:
             warn_of_forgotten_parallel(query.shape[1])
     except Exception as error:

@@ -20,9 +20,9 @@ def with_sinks(out_BNHD: Tensor, lse_BNH: Tensor, sinks: Tensor) -> tuple[Tensor
     # Replace scores of -inf by 0: for a query without keys lse is -inf too, and lse - sink would be NaN.
     is_none = sinks == -torch.inf
     sinks = sinks.to(lse_BNH.dtype).masked_fill(is_none, 0)
-    # `weight_BNH`: the weight of all keys but the sink, sigmoid(lse - sink). Compute it as logsigmoid(x).exp(), because
-    # the gradient of torch.sigmoid multiplies by 1 - weight. If the sink has hardly any weight, this difference rounds
-    # to 0.
+    # `weight_BNH` is sigmoid(lse - sink), the total weight of all keys except the sink. Compute it as
+    # logsigmoid(x).exp(), because the gradient of torch.sigmoid multiplies by 1 - weight. If the sink has hardly any
+    # weight, 1 - weight rounds to 0.
     weight_BNH = F.logsigmoid((lse_BNH - sinks).masked_fill(is_none, torch.inf)).exp()
     out = (out_BNHD * weight_BNH.unsqueeze(-1)).to(out_BNHD.dtype)
     return out, torch.where(is_none, lse_BNH, torch.logaddexp(lse_BNH, sinks))

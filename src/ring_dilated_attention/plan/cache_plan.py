@@ -1,10 +1,12 @@
 """Which key and value rows a cache keeps for later queries, and where these rows lie in memory. No torch.
 
-In a branch (w, r) a query at position t attends to rows of its own segment only. So after t positions the cache keeps
-the rows of segment t // w, and drops the rows of earlier segments.
+In a branch with segments of w positions, a query at position t attends to rows of its own segment only. So after t
+positions the cache keeps the rows of segment t // w, and drops the rows of earlier segments. (If `keep` is set, the
+cache drops rows later: see `CachePlan.kept`.)
 
-A *rolling buffer* holds the rows of one phase. The rows of a phase are numbered 0, 1, ... through all segments. Row c
-is in slot c mod capacity, so a new row overwrites the oldest row. An example, with a capacity of 4:
+At dilation rate r, the rows at positions t of equal (t mod w) mod r form a phase. A *rolling buffer* holds the rows of
+one phase, which are numbered 0, 1, ... through all segments. Row c is in slot c mod capacity, so a new row overwrites
+the oldest row. An example, with a capacity of 4:
 
     w = 8, r = 2, phase 1     position     8  9 10 11 12 13 14 15 | 16 17
                               row number      4     5     6    7  |     8
@@ -30,9 +32,9 @@ from .sight import mask_between
 
 
 class Buffers(NamedTuple):
-    """The rolling buffers of one branch and phase, one for each key/value head.
+    """The rolling buffers of one branch and phase, one for each of `kv_heads`.
 
-    Each key/value head is shared by the same number of query heads.
+    `query_heads` are the heads that read these buffers. Equally many of them share each key/value head.
     """
 
     number: int  # the number of the branch
@@ -129,13 +131,13 @@ class CachePlan:
     def floor(self, position: int) -> int:
         """The shortest length to which `crop` can shorten a sequence of `position` positions.
 
-        Each branch keeps the rows of its segment that holds `position`. So all branches have the rows from the latest
-        start of these segments on, and `crop` can shorten the sequence to this start. In any case `crop` can remove
-        the last `keep` positions.
+        `crop` can always remove the last `keep` positions. It can remove more if all branches still have the rows that
+        the next query needs:
 
-        A window has no segments. While `position - keep` is below the window's length, the window's buffer keeps the
-        rows of all positions. The window then adds no limit. In a longer sequence `crop` can remove only the last
-        `keep` positions.
+        - A branch with segments has the rows from the start of the segment that holds `position`. So `crop` can go back
+          to the latest of these starts.
+        - A window has the rows of all positions while `position - keep` is below the window's length. In a longer
+          sequence the window has too few rows, and `crop` can remove only the last `keep` positions.
         """
         # The default 0 is for a pattern without segments: `lengths` is then empty.
         youngest = max((position - position % length for length in self.lengths), default=0)
@@ -248,7 +250,7 @@ def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
 def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Tile]:
     """Yield the tiles of new queries times the cached keys in `buffers`.
 
-    In a branch with segments, only new queries in the segment of `position` have cached keys.
+    In a branch with segments, a new query attends to cached keys only if it lies in the segment of `position`.
     """
     # In the pieces below, `start` and `stop` are row numbers (see the top of this file), not positions. `row` is the
     # slot of a cached row, or the index of a new row in the call.

@@ -42,8 +42,8 @@ class SegmentShare(NamedTuple):
     """
 
     place: tuple[int, int]  # the branch, and the position at which the segment starts
-    # The sizes of the rank's chunks of this segment, in units of B * D elements. For a window: a single
-    # size, the same on every rank of a ring (`window_maker.py`), because the ring carries only one rank's chunk.
+    # The sizes of the rank's chunks of this segment, in units of B * D elements. For a window: the size of the only
+    # chunk that the ring carries, even if another rank owns this chunk (`window_maker.py`).
     rows: tuple[int, ...]
     # the size of the keys and values that the rank receives from other ranks, in units of B * D elements
     received: int
@@ -111,7 +111,7 @@ class Phases:
     ) -> tuple[list[int], int]:
         """Count a rank's own rows in each of its pieces of a segment, and the rows that it needs from other ranks.
 
-        Both are summed over the phases.
+        All counts are summed over the phases.
         """
         rows = [self.rows(stop) - self.rows(start) for start, stop in pieces]
         first, end = pieces[0]
@@ -216,7 +216,7 @@ class Counter:
                 for ring in rings:
                     if rank in ring.ranks:
                         place = (window.number, ring.origin)
-                        # Only the owner's chunk has rows. The chunks of the other ranks are empty.
+                        # Only the rank that owns the rows has a chunk with rows. All other chunks are empty.
                         size = sum(chunk.size for chunk in ring.chunks)
                         is_owner = bool(ring.keys[ring.place_of(rank)])
                         shares.append(SegmentShare(place, (size,), 0 if is_owner else size))

@@ -181,9 +181,9 @@ def dealt_bytes(
 ) -> int:
     """Bytes that a rank sends to deal heads (all_to_all, or the inner axis of a 2-D mesh).
 
-    A forward sends query, key and value of the rank's own positions, then out and lse of the other ranks' positions. A
-    backward sends dout, query, key, value, out, lse (and dlse) of its own positions, then dq, dk, dv of the other
-    ranks' positions.
+    In a forward the rank sends query, key and value of its own positions, then out and lse of the other ranks'
+    positions. In a backward the rank sends dout, query, key, value, out, lse (and dlse) of its own positions, then dq,
+    dk, dv of the other ranks' positions.
 
     Args:
         lengths: how many positions each rank of the group owns.

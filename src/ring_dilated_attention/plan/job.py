@@ -43,7 +43,7 @@ class Job(NamedTuple):
 
 
 def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> range:
-    """The query heads of a layer that a call's tensors hold (tensor parallelism): heads_held, or all heads for None.
+    """Which query heads of a layer the tensors of a call hold (tensor parallelism): all heads if heads_held is None.
 
     num_held: the number of query heads in the tensors. ratio: how many query heads share a key/value head.
 

@@ -120,8 +120,8 @@ class Hop(NamedTuple):
 class Plan:
     """The work of one rank in one attention call.
 
-    There are two buffers of chunks. A hop sends chunks from one buffer and receives chunks into the other. At the next
-    hop the two buffers change roles, so they have the same size. (With a single hop they do not change roles.)
+    There are two buffers of chunks. A hop sends chunks from one buffer and receives chunks into the other. If there are
+    several hops, the two buffers change roles at every hop, so they have the same size.
     """
 
     rank: int
@@ -157,9 +157,9 @@ class Plan:
         return sum(tile.pairs for tile in self.tiles)
 
     def packs_of(self, message: Message) -> Iterator[tuple[Rows, Block]]:
-        """For each block of the chunk that a message carries: the rows that this rank packed there, and the block.
+        """The rows that this rank packed into the chunk of a message, each with its block in the chunk.
 
-        The offsets of these blocks count from the start of the chunk.
+        The offset of a block counts from the start of the chunk.
         """
         stop = message.packed + message.size
         for rows, block in self.packs:

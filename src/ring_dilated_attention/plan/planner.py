@@ -116,8 +116,8 @@ class _Planner:
                     # Pop the segment from `own_pieces`: it must be handled only once, even if the rank has two pieces
                     # of it.
                     pieces = sorted(own_pieces.pop(segment))
-                    # Put the pairs of a piece with itself first: their tiles may write the first results for its rows.
-                    # Tiles of two different pieces always add to earlier results.
+                    # Put pairs (piece, same piece) first: the tiles of such a pair may write the first results for the
+                    # rows of the piece. Tiles of two different pieces always add to earlier results.
                     pairs = sorted(product(pieces, pieces), key=lambda pair: pair[0] != pair[1])
                     for query, key in pairs:
                         mask = self.mask(number, query, key)
@@ -136,9 +136,9 @@ class _Planner:
         return tiles, own_rings
 
     def section_tiles(self, number: int, piece: Piece) -> Iterator[Tile]:
-        """The tiles of own queries times own keys in a piece of this rank's shard.
+        """Yield the tiles of queries times keys within one piece of this rank's shard.
 
-        The piece is one or more whole segments. For a window it is the part of a document in one span.
+        The piece is one or more whole segments. For a window, it is all positions of a document that lie in one span.
         """
         branch = self.pattern.branches[number]
         is_causal = self.pattern.is_causal
@@ -247,8 +247,8 @@ class _Planner:
 
         The result of a block is at most about a third as large as the rank's query. But a block has at least 4
         key/value heads, so that several threads of the kernel have work. (A tile of fewer than 8 such heads stays
-        whole.) A tile with `first_query` set and all rows of the rank stays whole too, because its result becomes the
-        accumulator.
+        whole.) A tile that has all rows of the rank and `first_query` set stays whole too, because its result becomes
+        the accumulator.
         """
         # `local_size` and `size` count a row for each head: a position with 8 heads counts as 8 rows.
         local_size = shard_length(self.shards[rank]) * self.num_heads
@@ -306,9 +306,9 @@ class _PlaceInRing:
         self.offset = offset
         self.place = ring.place_of(rank)
 
-        # These lists of bools have an entry for each hop s from 0 to last + 1: does any rank need the chunk at hop s?
-        # `own` is about this rank's chunk. `here`, `after` and `before` are about the chunk that is due at this place,
-        # at the next place and at the previous place.
+        # Each list has an entry for each hop s from 0 to last + 1: whether a chunk is needed at hop s. In `own` this is
+        # the chunk of this rank. In `here`, `after` and `before` it is the chunk that is due at this place, at the next
+        # place and at the previous place.
         self.own = [ring.meets(self.place, s) for s in range(last + 2)]
         self.here = self._needed_at(self.place, last)
         self.after = self._needed_at(self.place + 1, last)

@@ -41,7 +41,7 @@ _INPUTS = {
     "forward": ("query", "key", "value"),
     "backward": ("dout", "query", "key", "value", "out", "lse"),
 }
-# (tile, where its keys are): the name of a buffer, or OWN_ROWS or CACHED_ROWS (as in `Compute.keys`).
+# Pairs (tile, place of its keys). The place is the name of a buffer, or OWN_ROWS or CACHED_ROWS, as in `Compute.keys`.
 Tiles = Sequence[tuple[Tile, str]]
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
@@ -108,7 +108,7 @@ class _Maker:
         self.started: set[str] = set()
         self.gathered: set[str] = set()
 
-        # `late`: the names of new buffers. Each holds a chunk of this rank, packed again to be sent at the current hop.
+        # `late`: the names of buffers that exist only at the current hop. Each has a chunk of this rank, packed again.
         self.late: list[str] = []
 
         # `arriving`: the steps that wait for unfinished gradients of this hop's chunks. The previous rank of each ring
@@ -180,7 +180,7 @@ class _Maker:
         self.finish("dq", "dk", "dv")
 
     def own_tiles(self) -> list[tuple[Tile, str]]:
-        """The tiles of own queries times own keys, as `Tiles`: each with the name of the tensor that holds its keys."""
+        """The tiles of this rank's queries times this rank's keys, each with the place of its keys (as in `Tiles`)."""
         return [(tile, OWN_CHUNKS if tile.packed else OWN_ROWS) for tile in self.plan.local]
 
     def start_hop(self, s: int) -> None:

@@ -59,7 +59,7 @@ class ShardIndex:
 
 
 class RingMaker:
-    """Makes the rings of the segments of a job. (`window_maker.py` makes those of a sliding window.)"""
+    """Makes the rings of the segments of a job. (`window_maker.py` makes the rings of a sliding window.)"""
 
     def __init__(self, job: Job, index: ShardIndex, groups: list[HeadGroups]) -> None:
         self.pattern = job.pattern

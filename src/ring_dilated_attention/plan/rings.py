@@ -30,7 +30,7 @@ from .rows import Band, Block, Piece, make_bands
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """The part of a chunk with the rows of one piece, for some neighbouring heads (`band`).
+    """Some of the rows in a chunk: the rows of one piece, for some neighbouring heads (`band`).
 
     piece: the index of the piece among the rank's pieces in `Ring.keys`. block: where the rows lie in the chunk.
     """
@@ -63,7 +63,7 @@ class Ring:
     """
 
     branch: int
-    origin: int  # the position where the segment starts; for a window, where the rows that are sent start
+    origin: int  # the first position of the segment; for a window, the first position of which a row is sent
     lane: int  # the number of this ring among the rings of the same branch and origin
     ranks: tuple[int, ...]
     # The four fields below have an entry for each rank of the ring, in the order of places.
@@ -124,7 +124,7 @@ def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
         for place, of_place in enumerate(starts)
         for i, start in enumerate(of_place)
     ]
-    # `waiting`: the places that do not yet need the current piece, sorted by the start of their last piece.
+    # `waiting`: the places that are not in `needed_by`, sorted by the start of their last piece.
     waiting = sorted(range(num_places), key=lambda place: starts[place][-1])
     needed_by: list[tuple[int, int]] = []  # the ranges of places that need the current piece
     for start, place, i in sorted(pieces, reverse=True):

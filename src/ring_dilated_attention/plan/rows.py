@@ -150,7 +150,7 @@ class Section(NamedTuple):
 
 
 def own_sections(span: Span, borders: Sequence[int], branch: Branch) -> Iterator[Section]:
-    """Cut a span into sections: at the borders of documents, and where a segment lies only partly in the span.
+    """Cut a span into sections, at the borders of documents and segments. Whole segments of a document stay together.
 
     An example: if segments have 8 positions, and the span has positions 5 to 27 of one document, the sections are 5 to
     7 (a piece), 8 to 23 (two whole segments) and 24 to 27 (a piece). A window has no segments: the span's part of each
@@ -212,10 +212,10 @@ def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[
 def cut_apart(
     keys: Iterable[Piece], queries: Iterable[tuple[Piece, int]]
 ) -> tuple[list[Piece], list[list[Piece]]]:
-    """Cut pieces of a sliding window so that each piece of queries has a simple mask over each piece of keys.
+    """Cut the keys and queries of a sliding window into pieces, so that each pair (queries, keys) has a simple mask.
 
-    After the cuts, each pair of pieces is one of three cases: every query attends to every key, no query attends to any
-    key, or the pieces are equally long and their mask is a triangle (`sight.mask_between`).
+    After the cuts, each pair is one of three cases: every query attends to every key, no query attends to any key, or
+    the two pieces are equally long and the mask is a triangle (`sight.mask_between`).
 
     queries: (piece, reach) pairs. If the queries come after the keys, the last query that attends to a key lies `reach`
     positions after the key. If the queries come before the keys, reach is negative: the first query that attends to a
@@ -231,7 +231,7 @@ def cut_apart(
 
 
 def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
-    """The heads lo..hi-1 of a diagonal, counted from 0. If all heads read the same phase, returns the whole group."""
+    """If the group is a diagonal (`pattern.HeadGroup`), its heads lo..hi-1, counted from 0. Else the whole group."""
     if not group.phase_step:
         return group
     return HeadGroup(

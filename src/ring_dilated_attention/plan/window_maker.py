@@ -32,8 +32,8 @@ class Portion(NamedTuple):
     document: Span
 
 
-# The keys of a portion, and a list of pairs: another portion with queries that attend to some of these keys, and its
-# queries. `rows.cut_apart` has cut keys and queries into pieces.
+# The keys of one portion, and a list. The list has a pair (other portion, its queries) for every other portion with
+# queries that attend to some of the keys. `rows.cut_apart` has cut keys and queries into pieces.
 Sight = tuple[list[Piece], list[tuple[Portion, list[Piece]]]]
 
 
@@ -102,9 +102,9 @@ class WindowMaker:
             i += 1
 
     def seen_by(self, portion: Portion) -> Iterator[tuple[Portion, int]]:
-        """Yield (other portion, reach) for each other portion with queries that attend to rows of this portion.
+        """Yield the other portions with queries that attend to rows of `portion`, as pairs (other portion, reach).
 
-        reach: as in `rows.cut_apart`. It is negative if the other portion comes before this one.
+        reach: as in `rows.cut_apart`. It is negative if the other portion comes before `portion`.
         """
         for other in self.after(portion):
             yield other, self.reach
@@ -142,7 +142,7 @@ class WindowMaker:
     def rings(self, rank: int) -> Iterator[tuple[tuple[int, int], tuple[Ring, ...]]]:
         """The rings that carry rows of a rank's portions, or of portions to which its queries attend.
 
-        Yields ((branch, start of the portion), rings). `rank` is not a member of every ring.
+        Yields ((branch, start of the portion), rings). Some of these rings do not include `rank`.
         """
         for portion in self.portions(rank):
             for other in (portion, *self.seen_from(portion)):

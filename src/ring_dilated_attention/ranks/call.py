@@ -1,5 +1,5 @@
-"""`Call` holds the arguments of an attention call, without its tensors. `ForwardState` holds what the call's forward
-passes to the backward in addition to tensors."""
+"""`Call` holds the arguments of an attention call, without its tensors. `ForwardState` holds what the backward of the
+call needs from the forward, in addition to tensors."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -93,7 +93,8 @@ class ForwardState(NamedTuple):
     """What the forward of a call saves for its backward, so that the backward need not choose a kernel or read
     cu_seqlens again.
 
-    number: which forward of the context this is, counted from 1. Ranks compare this number. On one device it is 0.
+    number: the number of this forward among all forwards of the `ContextParallel`, counted from 1. Ranks compare this
+    number. On one device it is 0.
     kernel: the name of the backend whose kernels run the call. borders: cu_seqlens as numbers, or None.
     """
 

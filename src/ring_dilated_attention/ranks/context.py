@@ -29,7 +29,7 @@ class ContextParallel(NamedContext):
 
     All ranks of the group construct the context together. Every rank runs every forward and every backward, even if its
     shard is empty. A backward runs only if the loss depends on the output of its forward. So a rank that has no use for
-    the output adds 0 * out.sum() to its loss. (A forward runs even if nothing uses its output, compiled or not.)
+    the output adds 0 * out.sum() to its loss. (A forward, compiled or not, runs even if nothing uses its output.)
 
     `rank` is this process's number, below `world_size`. It may differ from the number in the group, because processes
     of one host get consecutive numbers. (On a 2-D mesh whole rows are reordered. Within a row the order stays.)
@@ -211,10 +211,10 @@ class ContextParallel(NamedContext):
 
             loss = parallel.mean_loss(F.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum())
 
-        Ranks hold different numbers of terms, so the mean of the ranks' means would be wrong. Averaged over the ranks,
-        as DDP and FSDP2 do, what a backward computes is the gradient of the mean of the ranks' losses. Here every rank
-        has the same loss. If you scale the result, scale it on every rank: a factor on one rank would scale only that
-        rank's terms.
+        Ranks hold different numbers of terms, so the mean of the ranks' means would be wrong. DDP and FSDP2 average
+        gradients over the ranks. Averaged over the ranks, what a backward computes is the gradient of the mean of the
+        ranks' losses. Here every rank has the same loss. If you scale the result, scale it on every rank: a factor on
+        one rank would scale only that rank's terms.
 
         Args:
             local_sum: the sum of the loss over this rank's positions, a scalar tensor. A rank that owns no position

@@ -32,12 +32,14 @@ from .ranks import Links, Ranks
 
 # `_groups_named` holds this lock while it replaces the function by which torch names groups.
 _naming = Lock()
-# How many groups each set of ranks (a sorted tuple) has made. Each default group of torch has its own counts.
+# For each default group of torch: how many groups each set of ranks (a sorted tuple) has made. If the user initialises
+# torch.distributed again, there is a new default group, and the counts start from 0.
 _num_groups: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def _group_name(members: Sequence[int]) -> str:
-    """A name for the next group of these ranks, made from their ranks and how many groups they have made so far.
+    """A name for the next group of these ranks: the group's number among their groups, and a hash of the ranks. (A
+    group of all ranks has a name without a hash.)
 
     torch's own names do not work. Before torch 2.14 a new group may get the name of a closed group, and then tries to
     connect to that group's ports, which are closed. From 2.14 on torch makes the name from the number of all groups

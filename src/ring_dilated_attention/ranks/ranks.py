@@ -65,8 +65,8 @@ class Ranks:
     # Cutting a sequence into shards.
 
     def lengths_of(self, seq_len: int, documents: Borders = None) -> tuple[int, ...]:
-        """The number of rows that each rank gets of a sequence of this length. documents: the borders of packed
-        documents, or None."""
+        """How many rows of a sequence of this length each rank gets. documents: the borders of packed documents, or
+        None."""
         return self.cut.default_lengths(seq_len, documents)
 
     def shards(self, lengths: Sequence[int], documents: Borders = None) -> tuple[Shard, ...]:
@@ -159,7 +159,7 @@ class Ranks:
     # Numbering the modules that call.
 
     def number_module(self) -> int:
-        """A number for a new module of this context. Before a call ranks compare the numbers of the calling modules."""
+        """A number for a new module of this context. Before a call the ranks compare their calling modules' numbers."""
         self.num_modules += 1
         return self.num_modules
 

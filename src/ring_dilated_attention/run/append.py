@@ -59,7 +59,7 @@ def append(
         memory: the keys and values of the cache. The new rows are written into it.
         progress: (2, B) int64: for each sequence, the number of positions so far, and the smallest number of positions
             to which `crop` may shorten the sequence. Both numbers are updated.
-        lengths: (B,) how many of its M rows each sequence appends; None for all M. The sequence's other rows are
+        lengths: (B,): for each sequence, how many of the M rows are appended. None: all M rows. The other rows are
             padding, for which out is 0 and lse is -inf.
 
     Raises:
@@ -110,7 +110,7 @@ def append(
             slot.copy_(rows)
         raise
 
-    # Write the rows of sequences with several new rows only now, after all computations have succeeded, because these
+    # If a sequence gets several new rows, write them only now that all computations have succeeded, because the new
     # rows overwrite old rows.
     for entries, position, count in runs:
         if count > 1:

@@ -19,9 +19,9 @@ from .link_contract import ContextProtocol
 class DilatedCache:
     """Keys and values of a batch of sequences, for `dilated_attention(query, key, value, pattern, cache=cache)`.
 
-    A query attends only to rows of its own segments (and of the window, if the pattern has one). So each branch (w, r),
-    key/value head and phase needs one rolling buffer of about w / r rows, however long the sequence is. The constructor
-    allocates all memory.
+    A query attends only to rows of its own segments (and of the window, if the pattern has one). So a branch with the
+    segment length w and the dilation rate r needs rolling buffers of about w / r rows, one for each key/value head and
+    phase, however long the sequence is. The constructor allocates all memory.
 
     Args:
         pattern: the attention pattern. It must be causal.
@@ -30,8 +30,8 @@ class DilatedCache:
         dtype, device: the dtype and device of query, key and value. The defaults are torch's.
         max_len: the most positions that a sequence may have; None for any number. No buffer gets more than max_len
             rows, which saves memory if segments are longer. A dense pattern (one segment for everything) needs max_len.
-        keep: `crop` can always go back to this many positions before the most positions that a sequence has had,
-            even if that reopens a complete segment.
+        keep: let n be the most positions that a sequence has had. `crop` can always shorten the sequence to n - keep
+            positions, even if that reopens a complete segment.
         heads_held: the query heads of the layer that the tensors hold (tensor parallelism), such as range(3, 6).
             Every call with this cache must pass the same heads_held.
 

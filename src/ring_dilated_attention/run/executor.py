@@ -151,8 +151,8 @@ class _Executor:
         itemsize = self.dtype.itemsize
         has_dlse = "dlse" in self.alive
 
-        # `packing` says when rows are copied before the kernel reads them. With None rows are never copied, which is
-        # right for 16-bit rows if the kernel takes 16-bit rows as they are.
+        # `packing` says when rows are copied before the kernel reads them. If it is None, no row is copied. 16-bit rows
+        # need no copy if the kernel takes 16-bit rows as they are.
         packing = traits.packing
         if itemsize == 2 and self.kernel.takes_short_rows(self.dtype):
             packing = None

@@ -1,7 +1,7 @@
 """Merges partials. A partial is (out, lse) of queries over some of their keys. (0, -inf) is a partial over no keys.
 
 A *tile* is a block of queries times keys that a kernel computes in one call. The last three functions read or write the
-rows of many tiles. For each of them, `kernels/rows_at_once.py` has one GPU kernel that computes the same results.
+rows of many tiles. For each of the three, `kernels/rows_at_once.py` has a GPU kernel that computes the same results.
 
 B batch, N positions, H query heads, G key/value heads, M rows of a tile, D head dim.
 """
