@@ -1,7 +1,8 @@
-"""What ranks compute and must receive, counted from the positions that they own. Pure integers, no torch.
+"""Counts what each rank computes and receives, from the positions that ranks own. Pure integers, no torch.
 
-A phase s of rate r has B(x) = ceil((x - s) / r) rows before position x of a segment. Let a rank own positions a to
-b - 1 of a segment of n positions, with at least one row of the head's phase. Then for this head the rank computes
+At dilation rate r, phase s has B(x) = ceil((x - s) / r) rows before position x of a segment. A head reads one phase.
+Let a rank own positions a to b - 1 of a segment of n positions, with at least one row of this phase. Then for this head
+the rank computes
 
     causal          B(b) (B(b) + 1) / 2 - B(a) (B(a) + 1) / 2 (query, key) pairs
     not causal      (B(b) - B(a)) B(n) pairs
@@ -38,7 +39,7 @@ Pieces = Sequence[tuple[int, int]]  # (start, stop), counted from the start of t
 class SegmentShare(NamedTuple):
     """How much a rank sends and receives for one segment of which it owns a part.
 
-    The rank's chunks are its own rows of the segment. They are not sent if no other rank has rows of the segment.
+    The rank's chunks are its rows of the segment. If no other rank has rows of the segment, nothing is sent.
     """
 
     place: tuple[int, int]  # the branch, and the position at which the segment starts
@@ -138,9 +139,9 @@ class Phases:
         return rows, foreign
 
     def _alike(self, positions: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """Group the phases. The phases of a group have equally many rows before x, for every x in `positions`.
+        """Group the phases that have equally many rows before x, for every x in `positions`.
 
-        Yields (number of phases in the group, one of these phases) for each group.
+        Yields for each group: (number of its phases, one of its phases).
         """
         marks = {0, self.num, *(bisect_left(self.phases, x % self.rate) for x in positions)}
         for lo, hi in pairwise(sorted(marks)):

@@ -1,8 +1,8 @@
 """Make a rank's plan from pattern and shards. Pure integers, no torch.
 
-A *tile* is a block of queries times keys. The plan lists the tiles of the rank's own queries and own keys. For
-segments that the rank shares with other ranks, it lists what the rank sends, receives and computes at each hop of a
-ring (`rings.py`). `plan.py` has the types.
+A *tile* is a block of queries times keys. The plan lists the tiles of the rank's queries times the rank's keys. For
+segments that several ranks share, the plan also lists what the rank sends, receives and computes at each hop of a ring
+(`rings.py`). `plan.py` has the types.
 """
 
 from collections.abc import Iterator, Sequence
@@ -92,7 +92,7 @@ class _Planner:
         return is_covered, is_covered and (self.pattern.heads == "all" or not self.shares_kv)
 
     def local_and_rings(self, rank: int) -> tuple[list[Tile], list[Ring]]:
-        """The tiles of the rank's own queries and own keys in all branches, and the rings of which it is a member."""
+        """The tiles of a rank's queries times the same rank's keys in all branches, and the rings with this rank."""
         tiles: list[Tile] = []
         rings: dict[tuple[int, int], tuple[Ring, ...]] = {}  # by (branch, origin)
         for number, branch in enumerate(self.pattern.branches):

@@ -4,7 +4,7 @@
 
 This file alone decides the order of steps: on one device, in a ring (arXiv 2310.01889), with all chunks in one round
 (`plan.gathered`) and with heads dealt to ranks (`dealing.py`). A whole program is made before its first step is carried
-out. `print(program)` shows it, a step to a line (docs/how_it_works.md).
+out. `print(program)` shows it, with one step on each line (docs/how_it_works.md).
 
 A *tile* is one kernel call: a block of queries times keys. A *chunk* is the keys and values of one rank that travel
 along a ring of ranks, one *hop* at a time. An *accumulator* is out, lse, dq, dk or dv before it has its final dtype.

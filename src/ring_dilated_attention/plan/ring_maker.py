@@ -137,8 +137,8 @@ class RingMaker:
     ) -> Iterator[tuple[dict[int, list[Piece]], list[HeadGroup]]]:
         """Find the heads of a segment that can share a ring, because the same ranks need their rows.
 
-        A rank that has rows of a phase needs all other rows of this phase. In a causal pattern it needs only the rows
-        before its own last piece. So heads can share a ring if the same ranks have rows of their phases.
+        A rank that has rows of a phase needs all other rows of this phase. In a causal pattern the rank needs only the
+        rows before its last piece. So heads can share a ring if the same ranks have rows of their phases.
 
         Yields a pair for each such set of heads: the pieces of each rank that has rows, and the heads.
         """

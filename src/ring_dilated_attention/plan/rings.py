@@ -70,7 +70,7 @@ class Ring:
     queries: tuple[tuple[Piece, ...], ...]
     keys: tuple[tuple[Piece, ...], ...]
     chunks: tuple[Chunk, ...]
-    # The ranges of hops at which another rank needs the chunk of the rank at this place.
+    # For each place: the ranges of hops at which other ranks need the chunk of the rank there.
     needed: tuple[Hops, ...]
 
     def meets(self, chunk: int, s: int) -> bool:
@@ -109,8 +109,8 @@ def make_chunk(
 def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
     """The ranges of hops at which other ranks need each piece of a segment, in a causal pattern.
 
-    A rank needs a piece of another rank if the piece starts before the rank's own last piece. If the rank is s places
-    after the piece's owner, the rank needs the piece at hop s.
+    Rank p needs a piece of rank q if the piece starts before the last piece of p. If p is s places after q in the ring,
+    p needs the piece at hop s.
 
     starts: for each place of the ring, the starts of the pieces there, ascending. The returned lists are in the same
         order.

@@ -1,10 +1,10 @@
 """Which queries attend to which keys in a branch, as ranges and masks. Pure integers, no torch.
 
 `Branch.in_reach` says whether a query at one position attends to a key at another position. This file compares
-*sections*, which are ranges of positions. It gives a section of queries and a section of keys a mask that kernels can
-compute. Masks ignore the dilation: in `rows.py` a head reads only every r-th position of a section.
+*sections*, which are ranges of positions. For a section of queries and a section of keys, it finds a mask that kernels
+can compute. Masks ignore the dilation: in `rows.py` a head reads only every r-th position of a section.
 
-There are three *masks*. With CAUSAL or FROM_END the number of keys equals the number of queries. Query i attends to
+There are three *masks*. CAUSAL and FROM_END need equally many queries and keys. Query i attends to
 
     FULL        all keys
     CAUSAL      keys 0..i
@@ -39,7 +39,7 @@ FROM_END = "causal from the end"
 class Meeting(NamedTuple):
     """A range of queries times a range of keys, under a mask.
 
-    It is repeated: there are `number` such pairs of ranges, each `step` positions after the previous pair.
+    There are `number` such pairs of ranges, each `step` positions after the previous pair.
     """
 
     queries: range
@@ -123,7 +123,7 @@ def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[
 def mask_between(branch: Branch, query: int, key: int, *, is_causal: bool) -> str | None:
     """The mask for a section of queries and a section of keys. None if no query attends to any key.
 
-    query, key: where the sections begin. Both lie in the same segment or, for a window, in the same document. The two
+    query, key: where the sections begin. Both sections lie in one segment or, for a window, in one document. The two
     sections are the same, or do not overlap. Sections of a window have been cut so that a pair has one mask
     (`rows.cut_apart`).
     """

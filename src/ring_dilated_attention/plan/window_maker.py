@@ -129,7 +129,7 @@ class WindowMaker:
         return seen if self.is_causal else [*seen, *self.after(portion)]
 
     def crossings(self, rank: int) -> Iterator[Crossing]:
-        """All crossings of a rank: its queries in one portion times keys of another portion, which any rank may own."""
+        """All crossings with queries of this rank. Any rank may own the keys."""
         for portion in self.portions(rank):
             for seen in self.seen_from(portion):
                 keys, queries = self.sight_of(seen)
@@ -169,7 +169,7 @@ class WindowMaker:
         ranks = sorted((portion.rank, *ranks_that_see))
 
         # `seeing`: for each rank of the ring, the pieces of its queries that attend to `keys`. The owner of the rows
-        # has none.
+        # has no such pieces.
         seeing: dict[int, list[Piece]] = {rank: [] for rank in ranks}
         _, queries = self.sight_of(portion)
         for other, pieces in queries:

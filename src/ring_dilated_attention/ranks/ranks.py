@@ -141,7 +141,7 @@ class Ranks:
     # Warnings of lengths that look like a mistake.
 
     def warn_of_uneven(self, lengths: Sequence[int]) -> None:
-        """Warn once if the lengths of the ranks' shards are not those of a near-equal cut."""
+        """Warn once if the ranks' shards do not have the lengths of a near-equal cut."""
 
     def warn_of_whole(self, lengths: Sequence[int]) -> bool:
         """Warn once if each rank has as many rows as the sequence that was cut last. Returns True if so."""

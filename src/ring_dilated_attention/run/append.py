@@ -18,8 +18,9 @@ head of phase 0 reads two of the three rows:
 Then rows 6 and 7 are written to slots 2 and 3. If only one row is appended, the row is written first, and the row's
 query reads it from its slot.
 
-P partials, B batch, M new positions, H query heads, G key/value heads, C slots of a buffer, L rows of a buffer, m query
-heads that share a key/value head, D head dim. Memory is (2, B, rows, D): keys and values of all buffers.
+P partials, B batch, M new positions, H query heads, G key/value heads, C slots of a buffer, L rows that are read or
+written in a buffer, m query heads that share a key/value head, D head dim. Memory is (2, B, rows, D): keys and values
+of all buffers.
 """
 
 import math

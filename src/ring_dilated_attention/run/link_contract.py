@@ -29,7 +29,7 @@ class Link(Protocol):
         self, sends: Messages, receives: Messages, moment: str
     ) -> tuple[Pending, Pending]:
         """Like `carry`, but returns one `Pending` for the sends and one for the receives, so that the caller can wait
-        for either."""
+        for them separately."""
 
 
 class Dealer(Protocol):
