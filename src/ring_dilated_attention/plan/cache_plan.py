@@ -4,9 +4,9 @@ In a branch with segments of w positions, a query at position t attends to rows 
 positions the cache keeps the rows of segment t // w, and drops the rows of earlier segments. (If `keep` is set, the
 cache drops rows later: see `CachePlan.kept`.)
 
-At dilation rate r, the rows at positions t of equal (t mod w) mod r form a phase. A *rolling buffer* holds the rows of
-one phase, which are numbered 0, 1, ... through all segments. Row c is in slot c mod capacity, so a new row overwrites
-the oldest row. An example, with a capacity of 4:
+At dilation rate r, the positions t with the same (t mod w) mod r form a phase. A *rolling buffer* holds the rows of one
+phase. The rows of a phase are numbered 0, 1, ... through all segments. Row c is in slot c mod capacity, so a new row
+overwrites the oldest row. An example, with a capacity of 4:
 
     w = 8, r = 2, phase 1     position     8  9 10 11 12 13 14 15 | 16 17
                               row number      4     5     6    7  |     8
@@ -250,7 +250,7 @@ def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
 def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Tile]:
     """Yield the tiles of new queries times the cached keys in `buffers`.
 
-    In a branch with segments, a new query attends to cached keys only if it lies in the segment of `position`.
+    In a branch with segments, a new query attends to cached keys only if the query lies in the segment of `position`.
     """
     # In the pieces below, `start` and `stop` are row numbers (see the top of this file), not positions. `row` is the
     # slot of a cached row, or the index of a new row in the call.

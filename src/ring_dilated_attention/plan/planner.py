@@ -236,8 +236,7 @@ class _Planner:
             )
             rows = query_band.query_rows(rate)
 
-            # Set neither flag, because the rank computes its local tiles first, and adds the results of tiles with
-            # received chunks.
+            # Set neither flag: the rank has computed its local tiles before, and adds the results of this tile.
             tile = Tile(rows, block, mask, first_query=False, first_key=False)
             tiles += self.blocks_of(tile, rank)
         return tuple(tiles)

@@ -95,7 +95,7 @@ _kept = lru_cache(maxsize=64)(make_program)
 
 
 class _Maker:
-    """Makes the list of steps of a stage. Attributes record which accumulators and messages exist so far."""
+    """Makes the list of steps of a stage. Attributes record the accumulators made so far and the messages under way."""
 
     def __init__(self, plan: Plan, stage: str, facts: CallFacts) -> None:
         self.plan = plan

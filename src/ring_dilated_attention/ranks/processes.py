@@ -38,8 +38,8 @@ _num_groups: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = We
 
 
 def _group_name(members: Sequence[int]) -> str:
-    """A name for the next group of these ranks: the group's number among their groups, and a hash of the ranks. (A
-    group of all ranks has a name without a hash.)
+    """A name for the next group of these ranks: the group's number among all groups of the same ranks, then a hash of
+    the ranks. (If the group has all ranks, the name has no hash.)
 
     torch's own names do not work. Before torch 2.14 a new group may get the name of a closed group, and then tries to
     connect to that group's ports, which are closed. From 2.14 on torch makes the name from the number of all groups

@@ -159,7 +159,7 @@ class Ranks:
     # Numbering the modules that call.
 
     def number_module(self) -> int:
-        """A number for a new module of this context. Before a call the ranks compare their calling modules' numbers."""
+        """A number for a new module of this context. Ranks compare the numbers of the modules that make a call."""
         self.num_modules += 1
         return self.num_modules
 
