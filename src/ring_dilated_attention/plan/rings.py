@@ -117,7 +117,7 @@ def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
     """
     num_places = len(starts)
     hops: list[list[Hops]] = [[()] * len(of_place) for of_place in starts]
-    # List every piece as (start, place, number of the piece at this place). The loop below goes from the latest piece
+    # List every piece as (start, place, index of the piece in starts[place]). The loop below goes from the latest piece
     # to the earliest, because the earlier a piece starts, the more places need it.
     pieces = [
         (start, place, i)

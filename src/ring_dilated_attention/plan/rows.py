@@ -199,8 +199,8 @@ def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[
         if num_rows <= 0:
             continue
 
-        # Add the head to the previous head's band, if both heads have equally many rows and this head's first row is
-        # one position later.
+        # Add the head to the previous head's band, if both heads have equally many rows and the first row of this head
+        # comes one position after the first row of the previous head.
         last = bands[-1] if bands else None
         if last and (last.hi, last.num_rows, last.first + j - last.lo) == (j, num_rows, row):
             bands[-1] = last._replace(hi=j + 1)

@@ -124,7 +124,7 @@ def deal_documents(documents: Borders, seq_len: int, num_ranks: int) -> tuple[Sh
 
 
 class ShardSpec(NamedTuple):
-    """How a sequence is cut into the shards of ranks. `ContextParallel` takes the same sharding, align and lengths."""
+    """How a sequence is cut into the shards of ranks. sharding, align, lengths: as in `ContextParallel`."""
 
     sharding: str
     num_shards: int  # the number of ranks

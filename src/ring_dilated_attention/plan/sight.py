@@ -108,7 +108,7 @@ def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[
             yield Meeting(before, after, CAUSAL, number, size)
     border = (number + 1) * size
     # The last block may be short. Let it have m queries. For the m farthest of the `reach` keys before the block, the
-    # mask is a triangle. All m queries attend to all nearer keys.
+    # mask is a triangle. All m queries attend to the rest of the `reach` keys.
     if border < length:
         before = range(border - reach, border)
         after = range(border, length)

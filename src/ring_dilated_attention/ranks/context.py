@@ -32,7 +32,7 @@ class ContextParallel(NamedContext):
     the output adds 0 * out.sum() to its loss. (A forward, compiled or not, runs even if nothing uses its output.)
 
     `rank` is this process's number, below `world_size`. It may differ from the number in the group, because processes
-    of one host get consecutive numbers. (On a 2-D mesh whole rows are reordered. Within a row the order stays.)
+    of one host get consecutive numbers. (A 2-D mesh keeps the order within each row: only whole rows move.)
     `name` is the context's name in errors, the same on every rank.
 
     Copies of a module (EMA, nn.TransformerEncoder) hold the same context. The thread that makes the first call owns the

@@ -449,8 +449,7 @@ class GroupLink:
     def _exchange_rows(
         self, leaving: Sequence[Tensor], arriving: Sequence[Tensor], moment: str
     ) -> None:
-        """Send `leaving[k]` to rank k and receive `arriving[k]` from it, for all other ranks, and wait. Empty tensors
-        are skipped."""
+        """For every other rank k, send `leaving[k]` and receive `arriving[k]`. Then wait. Empty tensors are skipped."""
         others = self._others()
         sends = [(leaving[peer], peer) for peer in others if leaving[peer].numel()]
         receives = [(arriving[peer], peer) for peer in others if arriving[peer].numel()]

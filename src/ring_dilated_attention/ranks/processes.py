@@ -87,8 +87,8 @@ def backends_with_cpu(default: str) -> str | None:
 
 
 def _side_by_side(members: Sequence[int], hosts: Sequence[str], inner: int) -> list[int]:
-    """The members, reordered so that members on one host are neighbours. On a 2-D mesh whole rows (`inner` members
-    each) are reordered. hosts: the host name of each member."""
+    """The members, reordered so that members on one host are neighbours. On a 2-D mesh only whole rows of the mesh
+    (`inner` members each) move. hosts: the host name of each member."""
     rows = []
     hosts_of_rows = []
     for first in range(0, len(members), inner):

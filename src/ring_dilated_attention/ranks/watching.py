@@ -106,7 +106,7 @@ class Progress:
 
 
 class Worker:
-    """A thread that calls functions one after the other. It ends when the worker is freed."""
+    """Calls functions in a thread, one after the other. The thread ends when the worker is freed."""
 
     def __init__(self) -> None:
         self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

@@ -36,8 +36,8 @@ class DilatedCache:
             Every call with this cache must pass the same heads_held.
 
     Attributes:
-        num_rows: how many rows of keys are allocated for one sequence. Values have equally many
-            rows. For keep=0 and all heads of a layer: pattern.cache_rows(num_heads, num_kv_heads, max_len).
+        num_rows: how many rows of keys are allocated for one sequence. Values have equally many rows. For keep=0 and
+            all heads of a layer this number is pattern.cache_rows(num_heads, num_kv_heads, max_len).
         num_bytes: the bytes that the cache allocates.
         position: (B,) int64 on the device: the number of positions of each sequence so far.
         plan: the CachePlan.
