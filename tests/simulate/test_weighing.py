@@ -4,8 +4,8 @@ import random
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.measure import allocated
 from ring_dilated_attention import DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.plan.exchange import plan_exchange
@@ -116,13 +116,7 @@ def test_the_weight_is_what_the_allocator_sees(n, batch, dtype):
         torch.autograd.grad(out, inputs, torch.ones_like(out))
 
     step()  # what a first call keeps
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step()
-    now = largest = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            largest = max(largest, now)
+    largest = allocated(step).peak_bytes
     sizes = Sizes(batch, 64, dtype.itemsize, torch.get_num_threads())
     rank_plan = plan_exchange("none", Job(pattern, make_shards("contiguous", (n,)), 4, 4), 0)
     weight = weigh_attention(rank_plan, sizes, "cpu")
