@@ -21,41 +21,30 @@ def rank_meets(rank, world_size):
 
     GroupLink._post = counting_post
     found = []
-    for number, (kind, length) in enumerate(
-        [
-            ("forward", 5),
-            ("forward", 5),
-            ("forward", 5 + (rank == 1)),
-            ("shard", -7 - rank),  # `shard` compares hashes so
-            ("forward", 5 + (rank == 1)),
-        ]
-    ):
+    changed = 5 + (rank == 1)
+    calls = [("forward", 5), ("forward", 5), ("forward", changed)]
+    calls += [("shard", -7 - rank), ("forward", changed)]  # `shard` compares hashes so
+    for number, (kind, length) in enumerate(calls):
         sent.clear()
         lengths = agree(length, {"call": f"{kind} {number}"}, None)
         found.append((lengths, sum(sent)))
     sent.clear()
-    for fields, failure, error in (
-        (
-            {"call": "forward 9", "dtype": "odd" if rank == 2 else "even"},
-            None,
-            "ranks disagree on dtype: rank 0 has ev",
-        ),
-        (
-            {"call": "backward 3" if rank == 0 else "forward 9"},
-            None,
-            "ranks disagree on call: rank 0 has backward 3, ",
-        ),
-        (
-            {"call": "forward 9"},
-            "no" if rank == 1 else None,
-            "no" if rank == 1 else "^rank 1 refused the call: no$",
-        ),
-        ({"call": "forward 9"}, "all say no", "^all say no$"),
+    alone = "no" if rank == 1 else None
+    told = "no" if rank == 1 else "^rank 1 refused the call: no$"
+    odd_call, odd_dtype = (
+        ("backward 3" if rank == 0 else "forward 9"),
+        ("odd" if rank == 2 else "ev"),
+    )
+    for call, dtype, failure, error in (
+        ("forward 9", odd_dtype, None, "ranks disagree on dtype: rank 0 has ev"),
+        (odd_call, "", None, "ranks disagree on call: rank 0 has backward 3, "),
+        ("forward 9", "", alone, told),
+        ("forward 9", "", "all say no", "^all say no$"),
     ):
         with pytest.raises(RefusedError, match=error):
-            agree(5, fields, failure)
+            agree(5, {"call": call, "dtype": dtype}, failure)
     # refused calls changed nothing
-    assert agree(5 + (rank == 1), {"call": "forward 10"}, None) == found[2][0]
+    assert agree(changed, {"call": "forward 10"}, None) == found[2][0]
     return found
 
 
