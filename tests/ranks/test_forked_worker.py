@@ -3,9 +3,8 @@
 import gc
 import os
 import signal
-import traceback
 from functools import partial
-from multiprocessing import current_process
+from multiprocessing import current_process, get_context
 
 import pytest
 import torch
@@ -35,27 +34,27 @@ def attention(cp, exponent=1.0):
 
 def calls(cp, model, out):
     """All that talk to other ranks."""
-    return {
-        "a call that was made before": lambda: attention(cp),
-        "another call": lambda: attention(cp, 0.5),
-        "its backward": lambda: torch.autograd.grad(out.sum(), X, retain_graph=True),
-        "shard": lambda: cp.shard(TOKENS),
-        "shard_batch": lambda: cp.shard_batch({"tokens": TOKENS}),
-        "shard_batch, source": lambda: cp.shard_batch({"tokens": TOKENS}, source=0),
-        "unshard": lambda: cp.unshard(X),
-        "mean_loss": lambda: cp.mean_loss(X.sum(), 8),
-        "LongNetLM": lambda: model.loss(TOKENS),
-        "DilatedCache.gather": lambda: DilatedCache.gather(cp, X, X, PATTERN, 2),
-        "values_of_all": lambda: values_of_all(cp, 1),
-        "records": lambda: cp.ranks.records(torch.zeros(1), "records"),
-    }
+    return [
+        lambda: attention(cp),  # which was made before
+        lambda: attention(cp, 0.5),  # which was not
+        lambda: torch.autograd.grad(out.sum(), X, retain_graph=True),
+        lambda: cp.shard(TOKENS),
+        lambda: cp.shard_batch({"tokens": TOKENS}),
+        lambda: cp.shard_batch({"tokens": TOKENS}, source=0),
+        lambda: cp.unshard(X),
+        lambda: cp.mean_loss(X.sum(), 8),
+        lambda: model.loss(TOKENS),
+        lambda: DilatedCache.gather(cp, X, X, PATTERN, 2),
+        lambda: values_of_all(cp, 1),
+        lambda: cp.ranks.records(torch.zeros(1), "records"),
+    ]
 
 
 def collate(cp, model, out, parent, rows):
     """In the worker."""
     assert os.getpid() != parent
     signal.alarm(20)  # ends a worker that waits for ever, which nobody else would
-    for call in calls(cp, model, out).values():
+    for call in calls(cp, model, out):
         said = message_of(call)
         assert (
             f"process {os.getpid()} was forked from process {parent}, which made {cp.name}" in said
@@ -114,20 +113,19 @@ def test_a_worker_of_a_data_loader():
 
 
 def rank_forks(rank, world_size):
+    current_process()._config["daemon"] = False
     contexts = [ContextParallel(timeout=PATIENCE)]
     expected = attention(contexts[0])
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            contexts.clear()
-            gc.collect()
-            watching.end_all_threads()  # at the end of a Python that ends by itself
-            code = 0
-        except BaseException:  # noqa: BLE001  the parent sees the code
-            traceback.print_exc()
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def leave():
+        contexts.clear()
+        gc.collect()
+        watching.end_all_threads()  # at the end of a Python that ends by itself
+
+    child = get_context("fork").Process(target=leave)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
     for _ in range(2):
         assert torch.equal(attention(contexts[0]), expected)
     contexts[0].close()
