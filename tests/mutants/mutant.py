@@ -25,7 +25,7 @@ AGREEMENT = (
     "tests/ranks/test_parallel.py",
     "tests/ranks/test_repeated_calls.py",
 )
-BATCHES = ("tests/ranks/test_context.py", "tests/ranks/test_zigzag_documents.py")
+BATCHES = ("tests/ranks/test_context.py", "tests/ranks/test_group_without_cpu.py")
 LAYERS = ("tests/layers/test_layers.py",)
 COMPILED = ("tests/layers/test_deploy.py",)
 GENERATE = ("tests/models/test_generate.py",)

@@ -4,7 +4,7 @@ in its place. Whatever a context does, it does it with tensors on the CPU, and t
 Every function of the table is called on every rank, and in one process.
 """
 
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -23,10 +23,7 @@ from ring_dilated_attention import (
     dilated_attention,
     explain,
 )
-from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
-from ring_dilated_attention.models.longnet_vit import LongNetViT
-from ring_dilated_attention.models.torchscale.gate import torchscale_attention
 from ring_dilated_attention.ranks.link import ExchangeError
 from ring_dilated_attention.ranks.processes import backends_with_cpu
 from ring_dilated_attention.ranks.reduce import SumOverRanks, all_reduce
@@ -63,15 +60,6 @@ def directions(*gradients):
     return [x / x.norm() for x in found]
 
 
-def averaged(cp, module):
-    """The mean of the ranks' gradients, as DDP takes it."""
-    return [
-        all_reduce(cp.ranks, x.grad) / cp.world_size
-        for x in module.parameters()
-        if x.grad is not None
-    ]
-
-
 def rows(cp):
     x = whole(1, 21, 4)
     local = cp.shard(x)
@@ -83,18 +71,22 @@ def rows(cp):
     return [*found, *directions(x.grad)]
 
 
-def positions(cp):
-    return [cp.unshard(cp.positions(21)[None]), cp.unshard(cp.positions(21, BORDERS)[None])]
-
-
 def batches(cp, source):
-    batch = {"tokens": torch.arange(21)[None], "features": whole(1, 21, 2).detach()}
-    batch["cu_seqlens"] = BORDERS
+    batch = {
+        "tokens": torch.arange(42, dtype=torch.uint8).view(2, 21),
+        "features": whole(1, 21, 2).detach().bfloat16(),
+        "mask": torch.arange(21)[None] % 3 == 0,
+        "weights": whole(21).detach(),
+        "cu_seqlens": BORDERS,
+    }
     if cp.world_size == 1 and source:
         source = 0
     local = cp.shard_batch(batch if source in (None, cp.rank) else None, source=source)
-    dims = {"tokens": 1, "features": 1, "positions": 0}
-    return [cp.unshard(local[name], dim=dim) for name, dim in dims.items()] + [local["cu_seqlens"]]
+    assert all(local[name].dtype == x.dtype for name, x in batch.items())
+    found = [local.pop("cu_seqlens")]
+    for x in local.values():
+        found.append(cp.unshard(x, min(1, x.dim() - 1), cu_seqlens=BORDERS))
+    return found
 
 
 def losses(cp):
@@ -105,30 +97,14 @@ def losses(cp):
     return [loss, SumOverRanks.apply(local.sum(), cp.ranks), *directions(x.grad)]
 
 
-def losses_of_micro_batches(cp):
-    """Over a context of all replicas, here one; and of two micro-batches of unequal counts."""
-    x = whole(1, 21, 5)
-    parts = [cp.shard(part) for part in x.split([13, 8], dim=1)]
-    count = sum(part.numel() for part in parts)
-    loss = torch.zeros((), dtype=x.dtype)
-    with closing(ContextParallel(timeout=PATIENCE)) as everyone:
-        for part in parts:
-            terms = part.pow(2).sum()
-            loss += cp.mean_loss(terms, part.numel(), over=everyone, step_count=count)
-    torch.testing.assert_close(loss, x.pow(2).mean())
-    loss.backward()
-    return [loss, *directions(x.grad)]
-
-
 def documents(cp):
     leaves = [whole(1, 21, 4, 8), whole(1, 21, 4, 8), whole(1, 21, 4, 8)]
     local = [cp.shard(x, cu_seqlens=BORDERS) for x in leaves]
     out = dilated_attention(*local, PATTERN, parallel=cp, cu_seqlens=BORDERS)
     mean(cp, out).backward()
-    batch = cp.shard_batch({"tokens": torch.arange(21)[None], "cu_seqlens": BORDERS})
     positions = cp.positions(21, BORDERS)[None]
-    rows = [cp.unshard(x, cu_seqlens=BORDERS) for x in (out, batch["tokens"], positions)]
-    return [*rows, *directions(*[x.grad for x in leaves])]
+    joined = [cp.unshard(x, cu_seqlens=BORDERS) for x in (out, positions)]
+    return [*joined, *directions(*[x.grad for x in leaves])]
 
 
 def attention(cp):
@@ -151,41 +127,18 @@ def cache(cp, to):
     return [] if gathered is None else gathered.state_dict()["rows"]
 
 
-def layer(cp):
-    torch.manual_seed(0)
-    module = MultiheadDilatedAttention(16, 4, PATTERN, rotary=True, parallel=cp).double()
-    x = cp.shard(whole(1, 21, 16))
-    out = module(x, x, x)[0]
-    mean(cp, out).backward()
-    return [cp.unshard(out), *averaged(cp, module)]
+cache_of_rank_1 = partial(cache, to=1)
 
 
 def language_model(cp):
     torch.manual_seed(0)
     model = LongNetLM(CONFIG, parallel=cp).double()
-    local = cp.shard_batch({"tokens": torch.arange(42).view(2, 21)})
-    loss = model.loss(local["tokens"])
+    tokens = cp.shard(torch.arange(21)[None], cu_seqlens=BORDERS)
+    loss = model.loss(tokens, BORDERS)
     loss.backward()
-    return [
-        loss,
-        cp.unshard(model(local["tokens"])),
-        *averaged(cp, model),
-    ]
-
-
-def slide_encoder(cp):
-    torch.manual_seed(0)
-    sizes = {"segment_lengths": (4, 32), "dilation_rates": (1, 2)}
-    model = LongNetViT(8, 16, 2, 4, **sizes, global_pool=True, parallel=cp).double()
-    local = cp.shard_batch(
-        {"features": whole(1, 21, 8).detach(), "coords": torch.arange(42).view(1, 21, 2) * 256}
-    )
-    return [model(local["features"], local["coords"])[0]]
-
-
-def gates(cp):
-    x, pattern = cp.shard(whole(1, 21, 4, 8)), DilatedPattern((4, 8), (1, 2), phase="blocked")
-    return [cp.unshard(torchscale_attention(x, x, x, pattern, parallel=cp))]
+    sums = [all_reduce(cp.ranks, x.grad) for x in model.parameters()]
+    logits = cp.unshard(model(tokens, BORDERS), cu_seqlens=BORDERS)
+    return [loss, logits, *directions(*sums)]
 
 
 def values(cp):
@@ -194,68 +147,57 @@ def values(cp):
     return []
 
 
-CASES = {
-    "shard, unshard": rows,
-    "positions": positions,
-    "shard_batch": partial(batches, source=None),
-    "shard_batch, source=0": partial(batches, source=0),
-    "shard_batch, source=1": partial(batches, source=1),
-    "mean_loss, sums": losses,
-    "mean_loss, over=, step_count=": losses_of_micro_batches,
-    "documents": documents,
-    "attention": attention,
-    "DilatedCache.gather": partial(cache, to=None),
-    "DilatedCache.gather, to=1": partial(cache, to=1),
-    "MultiheadDilatedAttention": layer,
-    "LongNetLM": language_model,
-    "LongNetViT": slide_encoder,
-    "torchscale_attention": gates,
-    "values of rda train": values,
-}
+# With the arguments of a context.
+CASES = [
+    (rows, {}),
+    (partial(batches, source=None), {}),
+    (partial(batches, source=0), {}),
+    (partial(batches, source=1), {"sharding": "zigzag"}),
+    (partial(batches, source=None), {"sharding": "zigzag_documents"}),
+    (partial(batches, source=1), {"sharding": "zigzag_documents"}),
+    (losses, {}),
+    (documents, {}),
+    (documents, {"sharding": "zigzag"}),
+    (documents, {"sharding": "zigzag_documents"}),
+    (attention, {}),
+    (attention, {"exchange": "ring"}),
+    (attention, {"exchange": "all_gather"}),
+    (attention, {"exchange": "all_to_all"}),
+    (attention, {"group": "2-D mesh"}),
+    (partial(cache, to=None), {}),
+    (cache_of_rank_1, {}),
+    (language_model, {}),
+    (language_model, {"sharding": "zigzag_documents"}),
+    (values, {}),
+]
 
 
-def rank_does(rank, world_size, cases, options):
+def rank_does(rank, world_size):
     """What comes of each case, with a context of its own. A context that is closed refuses them."""
     assert dist.get_backend_config() == LIKE_NCCL
-    found = {}
+    found = []
     with over_gloo():
-        if options.get("exchange") == "2-D mesh":
-            mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("ring", "heads"))
-            options = {"group": mesh}
-        for case in cases:
+        mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("ring", "heads"))
+        for case, options in CASES:
+            if "group" in options:
+                options = {"group": mesh}
             parallel = ContextParallel(timeout=PATIENCE, **options)
-            found[case] = [x.tolist() for x in CASES[case](parallel)]
+            found.append([x.tolist() for x in case(parallel)])
             parallel.close()
-            assert "was closed" in message_of(partial(CASES[case], parallel), ExchangeError)
+            assert "was closed" in message_of(partial(case, parallel), ExchangeError)
     return found
 
 
-def check(*cases, **options):
-    by_rank = run(2, rank_does, cases, options, backend=LIKE_NCCL)
-    for case in cases:
-        expected = CASES[case](ContextParallel())
-        for rank, found in enumerate(by_rank):
-            if case != "DilatedCache.gather, to=1" or rank == 1:
-                for x, y in zip(found[case], expected, strict=True):
-                    x, y = torch.tensor(x), torch.tensor(y.tolist())
-                    torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6, msg=case)
-
-
 def test_whatever_a_context_does():
-    """Catches a tensor on the CPU that is sent over a group that cannot carry it."""
-    check(*CASES)
-
-
-@pytest.mark.parametrize("exchange", ["ring", "all_gather", "all_to_all", "2-D mesh"])
-def test_every_exchange(exchange):
-    """The same, for the groups of rings and of ranks that deal heads to each other."""
-    check("attention", exchange=exchange)
-
-
-@pytest.mark.parametrize("sharding", ["zigzag", "zigzag_documents"])
-def test_every_sharding(sharding):
-    """The same, for the other ways to cut a sequence. The one that cuts each document tells the ranks of borders."""
-    check("documents", sharding=sharding)
+    """Catches a tensor on the CPU that is sent over a group that cannot carry it, also of rings and of ranks that deal
+    heads to each other. The sharding that cuts each document tells the ranks of borders."""
+    by_rank = run(2, rank_does, backend=LIKE_NCCL)
+    for number, (case, _) in enumerate(CASES):
+        expected = [torch.tensor(x.tolist()) for x in case(ContextParallel())]
+        for rank, found_by_case in enumerate(by_rank):
+            found = [torch.tensor(x) for x in found_by_case[number]]
+            if case is not cache_of_rank_1 or rank == 1:
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=str(case))
 
 
 def rank_abandons(rank, world_size):
