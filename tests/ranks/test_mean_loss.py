@@ -1,5 +1,5 @@
 """`mean_loss`: what it takes; unequal replicas, micro-batches of one step, and samples without a label. `make fuzz`,
-kind `losses`, has sums and counts of all forms.
+kind `losses`, has sums and counts of all forms, and labels that are ignored.
 
 Every function whose name starts with `rank` runs on every rank, and every rank asserts.
 """
@@ -11,19 +11,16 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from distributed import run
 from helpers import message_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ring_dilated_attention import ContextParallel, DilatedPattern
-from ring_dilated_attention.layers import MultiheadDilatedAttention
+from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss
 from ring_dilated_attention.ranks.link import ExchangeError
 
-PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
 PATIENCE = timedelta(seconds=20)
 LENGTHS = ((41, 13), (9, 7))  # of two micro-batches, in each of two replicas
 CONFIG = LongNetConfig((4, 16), (1, 2), embed_dim=16, num_layers=1, num_heads=2, vocab_size=40)
@@ -65,69 +62,42 @@ def contexts():
     return mesh, *(ContextParallel(group, timeout=PATIENCE) for group in groups)
 
 
-class Tagger(nn.Module):
-    def __init__(self, parallel=None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.attention = MultiheadDilatedAttention(16, 2, PATTERN, parallel=parallel)
-        self.head = nn.Linear(16, 5)
-        self.double()
-
-    def forward(self, x, labels):
-        logits = self.head(self.attention(x, x, x)[0])
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-
-
-def sample(length):
-    """The last labels of a sample do not count."""
-    generator = torch.Generator().manual_seed(length)
-    labels = torch.randint(5, (1, length), generator=generator)
-    labels[:, -3:] = -100
-    return torch.randn(1, length, 16, generator=generator, dtype=torch.float64), labels
-
-
-def num_terms(labels):
-    return int((labels != -100).sum())
-
-
-def close(model, expected):
-    for (name, x), y in zip(expected.named_parameters(), model.parameters(), strict=True):
-        grad = y.grad.full_tensor() if hasattr(y.grad, "full_tensor") else y.grad
-        assert (grad - x.grad).norm() < 1e-11 * x.grad.norm(), name
+def language_model(parallel=None):
+    torch.manual_seed(0)
+    return LongNetLM(CONFIG, parallel=parallel).double()
 
 
 def rank_has_unequal_replicas(rank, world_size):
     mesh, parallel, everyone = contexts()
+    texts = [[torch.randint(40, (1, length)) for length in lengths] for lengths in LENGTHS]
     replica = mesh.get_local_rank("dp")
-    for is_step, kind in ((False, "DDP"), (True, "DDP"), (True, "FSDP2")):
-        micro_batches = [0, 1] if is_step else [0]
-        samples = [sample(lengths[i]) for lengths in LENGTHS for i in micro_batches]
-        expected = Tagger()
-        right = sum(expected(x, y) for x, y in samples) / sum(num_terms(y) for _, y in samples)
+    for num_batches, kind in ((1, "DDP"), (2, "DDP"), (2, "FSDP2")):
+        of_step = [text for lengths in texts for text in lengths[:num_batches]]
+        total = sum(text.shape[1] - 1 for text in of_step)
+        expected = language_model()
+        right = sum(expected.loss(text, step_count=total) for text in of_step)
         right.backward()
-        model = Tagger(parallel)
-        if kind == "DDP":
-            wrapped = nn.parallel.DistributedDataParallel(model)
-        else:
-            wrapped = fully_shard(model)
-        own = [
-            parallel.shard_batch(dict(zip("xy", sample(LENGTHS[replica][i]), strict=True)))
-            for i in micro_batches
-        ]
-        step_count = sum(num_terms(batch["y"]) for batch in own) if is_step else None
+        model = NextTokenLoss(language_model(parallel))
+        wrapped = (
+            nn.parallel.DistributedDataParallel(model) if kind == "DDP" else fully_shard(model)
+        )
+        step_count = total / world_size if num_batches > 1 else None
         losses = []
-        for number, batch in enumerate(own, start=1):
-            is_last = number == len(own)
+        for number, text in enumerate(texts[replica][:num_batches], start=1):
+            is_last = number == num_batches
             if kind == "FSDP2":
                 wrapped.set_requires_gradient_sync(is_last)
             with wrapped.no_sync() if kind == "DDP" and not is_last else nullcontext():
-                terms = wrapped(batch["x"], batch["y"])
-                counts = torch.tensor(num_terms(batch["y"]))
-                loss = parallel.mean_loss(terms, counts, over=everyone, step_count=step_count)
+                loss = wrapped(parallel.shard(text), over=everyone, step_count=step_count)
                 loss.backward()
             losses.append(loss.detach())
         torch.testing.assert_close(sum(losses), right.detach(), rtol=1e-12, atol=0)
-        close(model, expected)
+        for (name, x), y in zip(expected.named_parameters(), model.parameters(), strict=True):
+            grad = y.grad.full_tensor() if hasattr(y.grad, "full_tensor") else y.grad
+            assert (grad - x.grad).norm() < 1e-11 * x.grad.norm(), name
+    assert "`over` needs a model whose ranks share" in message_of(
+        lambda: expected.loss(texts[0][0], over=everyone)
+    )
 
 
 def test_unequal_replicas_and_micro_batches():
@@ -135,50 +105,16 @@ def test_unequal_replicas_and_micro_batches():
     run(4, rank_has_unequal_replicas)
 
 
-def rank_trains_a_language_model(rank, world_size):
-    mesh, parallel, everyone = contexts()
-    texts = [[torch.randint(40, (1, length)) for length in lengths] for lengths in LENGTHS]
-    total = sum(text.shape[1] - 1 for lengths in texts for text in lengths)
-    torch.manual_seed(0)
-    expected = LongNetLM(CONFIG).double()
-    for lengths in texts:
-        for text in lengths:
-            expected.loss(text, step_count=total).backward()
-    torch.manual_seed(0)
-    model = NextTokenLoss(LongNetLM(CONFIG, parallel=parallel).double())
-    fully_shard(model)
-    for i, text in enumerate(texts[mesh.get_local_rank("dp")]):
-        model.set_requires_gradient_sync(i == 1)
-        model(parallel.shard(text), over=everyone, step_count=total / world_size).backward()
-    close(model.model, expected)
-    assert "`over` needs a model whose ranks share" in message_of(
-        lambda: expected.loss(texts[0][0], over=everyone)
-    )
-
-
-def test_a_language_model_on_unequal_replicas():
-    """`over` and `step_count` reach `mean_loss`; on one device too."""
-    run(4, rank_trains_a_language_model)
-
-
 def rank_has_no_label(rank, world_size):
     parallel = ContextParallel(timeout=PATIENCE)
     for given in (0.0, math.nan):
         own = torch.tensor(given, requires_grad=True)
-        loss = parallel.mean_loss(own, 0)
-        (grad,) = torch.autograd.grad(loss, own)
-        assert (loss.item(), grad.item()) == (0, 0)
-        loss = parallel.mean_loss(own, torch.tensor(0), step_count=5)
-        (grad,) = torch.autograd.grad(loss, own)
-        assert (loss.item(), grad.item()) == (0, 0)
-    model = Tagger(parallel)
-    x, labels = sample(11)
-    local = parallel.shard_batch({"x": x, "y": torch.full_like(labels, -100)})
-    parallel.mean_loss(model(local["x"], local["y"]), 0).backward()
-    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
+        for count, step_count in ((0, None), (torch.tensor(0), 5)):
+            loss = parallel.mean_loss(own, count, step_count=step_count)
+            (grad,) = torch.autograd.grad(loss, own)
+            assert (loss.item(), grad.item()) == (0, 0)
     for over in {None, parallel}:
-        torch.manual_seed(0)
-        text = LongNetLM(CONFIG, parallel=parallel)
+        text = language_model(parallel)
         text.loss(parallel.shard(torch.zeros(1, 1, dtype=torch.int64)), over=over).backward()
         assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in text.parameters())
     said = f"the ranks have a loss of {world_size} in all, and 0 terms"
