@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from datetime import timedelta
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from definition import DENSE, PATIENCE, check_step
 from distributed import Ranks
+from helpers import message_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
@@ -106,8 +108,11 @@ def run_trial(fault: Fault) -> Trial:
     survivors = [
         rank for rank in range(fault.world_size) if rank != fault.rank or fault.leaves_rank_alive
     ]
-    with Ranks(fault.world_size, live, fault, tells, stay=True, backend=fault.backend) as ranks:
+    stay = fault.kind != "kill"
+    with Ranks(fault.world_size, live, fault, tells, stay=stay, backend=fault.backend) as ranks:
         outcomes = ranks.collect(survivors, START_SECONDS + fault.timeout + SLACK_SECONDS)
+        # a process ends though a message is stuck which will never come through
+        ends = {} if stay else {rank: end_of_process(ranks.processes[rank]) for rank in survivors}
         if fault.kind == "stop" and hears.poll():  # it finds the groups broken when it goes on
             os.kill(ranks.processes[fault.rank].pid, signal.SIGCONT)
             outcomes |= ranks.collect([fault.rank], fault.timeout + SLACK_SECONDS)
@@ -117,6 +122,7 @@ def run_trial(fault: Fault) -> Trial:
     complaints = [
         f"rank {rank}: {value}" for rank, (succeeded, value) in outcomes.items() if not succeeded
     ]
+    complaints += [f"rank {rank} ended with {code}" for rank, code in ends.items() if code != 0]
     if struck is None:
         complaints.append("the rank never came to the place where it was to fail")
     reports = {rank: outcome.value for rank, outcome in outcomes.items() if outcome.succeeded}
@@ -128,6 +134,12 @@ def run_trial(fault: Fault) -> Trial:
     return Trial(
         fault, seconds, {rank: report.message for rank, report in reports.items()}, complaints
     )
+
+
+def end_of_process(process: Any) -> int | None:
+    process.join(10)
+    code: int | None = process.exitcode
+    return code
 
 
 # In the processes of the ranks.
@@ -151,6 +163,10 @@ def live(rank: int, world_size: int, fault: Fault, tells: Connection) -> Report:
     if rank == fault.rank and not fault.leaves_rank_alive:
         return report
     try:
+        if rank != fault.rank:
+            said = message_of(partial(cp.shard, torch.ones(1, 8)), ExchangeError)
+            assert said.startswith("this group has failed before ("), said
+            assert "Make a new ContextParallel" in said, said
         go_on(rank, world_size, fault)
     except (RuntimeError, AssertionError) as error:
         return report._replace(obstacle=f"{type(error).__name__}: {error}")
