@@ -2,11 +2,7 @@
 
 `make dist` checks it with mypy --strict against the installed wheel and its py.typed. `make test` checks it against the
 sources, with those flags of --strict that concern one file. Nothing here runs.
-
-What is checked: arguments of our functions, methods and constructors fit their signatures, and their results fit the
-annotations here. Of the README's calls one is changed: torch's `backward` has no types. Calls of modules, such as
-`attention(x, x, x)`, give Any, as torch's nn.Module has it, so that neither their arguments nor their results are
-checked.
+Calls of modules, such as `attention(x, x, x)`, give Any, as torch's nn.Module has it: they are not checked.
 """
 
 import torch
