@@ -125,13 +125,16 @@ def test_every_feature(case):
 
 
 @pytest.mark.parametrize("op", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_each_of_torchs_ops(op, head_dim):
-    """Catches an op that is called by the contract of another. Without a gradient of lse, whose column one refuses."""
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# of head dim 128, the column of a gradient of lse is refused by one
+@pytest.mark.parametrize(("head_dim", "through_lse"), [(33, True), (64, True), (128, False)])
+def test_each_of_torchs_ops(op, dtype, head_dim, through_lse):
+    """Catches an op that is called by the contract of another, and what stand-ins get wrong about it (test_sdpa.py)."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # else cuDNN's refuses
     with sdpa_kernel(getattr(SDPBackend, op)):
         for pattern in (PATTERN, DilatedPattern((50, 33), (3, 2))):
-            assert_right(Case("op", pattern, N, 2, 4, 2, head_dim), MAIN, through_lse=False)
+            case = Case("op", pattern, N, 2, 4, 2, head_dim)
+            assert_right(case, dtype, through_lse=through_lse)
 
 
 @pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
@@ -141,17 +144,24 @@ def test_hops_of_the_ring(sharding):
     assert_right(Case("hops", PATTERN, N, 1, 4, 2, 64, sharding=sharding), MAIN, parallel)
 
 
-def test_strides_make_no_difference():
-    """Catches strides that are taken from another tensor: heads first, and query, key and value in one tensor."""
-    both = make(2, N, 3, 4, 64)
-    dout = make(2, 4, N, 64).transpose(1, 2)
-    strided = [
-        both[:, :, 0],
-        both[:, :, 1].transpose(1, 2).contiguous().transpose(1, 2),
-        both[:, :, 2],
-    ]
-    expected = both_ways([x.contiguous() for x in strided], dout.contiguous(), PATTERN)
-    assert_equal(both_ways(strided, dout, PATTERN), expected)
+ARRANGED = {
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "one tensor of several": lambda x: torch.stack([x, x + 1], dim=2)[:, :, 0],
+    "unaligned pointer": lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape),
+    "unaligned rows": lambda x: torch.cat([x, x[..., :1]], dim=3)[..., :-1],
+}
+
+
+@pytest.mark.parametrize("strides", ARRANGED)
+def test_strides_make_no_difference(strides):
+    """Catches strides that are taken from another tensor, and addresses that are no whole numbers of 16 bytes."""
+    inputs, dout = make_inputs(batch=2)
+    arrange = ARRANGED[strides]
+    found = both_ways([arrange(inputs[0]), *inputs[1:]], dout, PATTERN)
+    found += both_ways(list(map(arrange, inputs)), arrange(dout), PATTERN)
+    # the CPU's kernel adds in another order where rows are not aligned
+    expected = 2 * both_ways(inputs, dout, PATTERN)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_run_to_run():

@@ -1,7 +1,5 @@
 """Rows that a tile reads are copied side by side where the kernel's rule says so: small tiles, results and memory."""
 
-from collections import Counter
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,12 +9,9 @@ from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attenti
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.plan import Tile
 from ring_dilated_attention.plan.program import make_program
-from ring_dilated_attention.plan.rows import Rows
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.plan.step import CallFacts, Compute, Packing
-from ring_dilated_attention.reference import dilated_attention_reference
 
 ALWAYS = Packing(distance=1, num_bytes=1, max_rows=2**16)
 
@@ -26,45 +21,6 @@ def computed(pattern, seq_len, num_heads, stage="forward", **facts):
     job = Job(pattern, make_shards("contiguous", (seq_len,)), num_heads, num_heads)
     program = make_program(plan_exchange("none", job, 0).plan, stage, CallFacts(**facts))
     return [step for step in program if isinstance(step, Compute)]
-
-
-def rows_of(tile):
-    return Counter(
-        (head, row)
-        for head, start in zip(tile.query.heads, starts(tile.query), strict=True)
-        for row in start
-    )
-
-
-def starts(rows):
-    for k in range(len(rows.heads)):
-        firsts = (rows.first + i * rows.segment_step + k * rows.shift for i in range(rows.segments))
-        yield [first + j * rows.step for first in firsts for j in range(rows.num_rows)]
-
-
-@given(
-    st.integers(1, 3),
-    st.integers(1, 9),
-    st.integers(1, 5),
-    st.integers(1, 40),
-    st.integers(1, 4),
-    st.data(),
-)
-def test_small_tiles_are_the_tile(segments, num_heads, num_rows, max_rows, fewest_heads, data):
-    """Catches rows that no small tile or two have, small tiles of more rows than asked for, and heads apart from their
-    keys."""
-    shares_keys, is_causal = data.draw(st.booleans()), data.draw(st.booleans())
-    rows = Rows(range(num_heads), 2, 1, 3, num_rows, segments, 50)
-    keys = rows._replace(heads=range(1)) if shares_keys else rows
-    tile = Tile(rows, keys, is_causal, True, True)
-    small_tiles = list(tile.split(max_rows, fewest_heads))
-    assert sum((rows_of(small) for small in small_tiles), Counter()) == rows_of(tile)
-    assert sum(small.pairs for small in small_tiles) == tile.pairs
-    for small in small_tiles:
-        num_query_rows = small.query.segments * len(small.query.heads) * num_rows
-        least = num_rows * (num_heads * fewest_heads if shares_keys else fewest_heads)
-        assert num_query_rows <= max(max_rows, least)
-        assert shares_keys or small.key == small.query
 
 
 def test_rows_are_copied_where_it_pays():
@@ -125,19 +81,23 @@ def test_rows_of_a_cache_are_not_copied(monkeypatch):
     st.sampled_from([1, 2]),
     st.sampled_from([((8,), (1,)), ((8, 40), (1, 4)), ((10, 20, 64), (2, 1, 5))]),
     st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
     st.integers(16, 200),
 )
-def test_results_are_the_definition(sizes, ratio, branches, is_causal, max_rows):
-    """Catches small tiles that read or write others' rows, with a batch whose segments are one stride and without."""
+def test_small_tiles_change_nothing(sizes, ratio, branches, is_causal, dtype, max_rows):
+    """Catches small tiles that miss rows, or read or write others', both ways, with a batch whose segments are one
+    stride and without."""
     batch, seq_len, num_heads = sizes
     pattern = DilatedPattern(*branches, is_causal=is_causal)
-    q, k, v = (
-        torch.randn(batch, seq_len, h, 8, dtype=torch.float64)
+    leaves = [
+        torch.randn(batch, seq_len, h, 8).to(dtype).requires_grad_()
         for h in (num_heads, num_heads // ratio, num_heads // ratio)
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        packing = ALWAYS._replace(max_rows=max_rows)
-        patch.setattr(cpu, "TRAITS", cpu.TRAITS._replace(packing=packing))
-        found = dilated_attention(q, k, v, pattern, return_lse=True)
-    expected = dilated_attention_reference(q, k, v, pattern)
-    torch.testing.assert_close(found, tuple(expected), rtol=1e-12, atol=1e-12)
+    ]
+    dout, results = torch.randn(batch, seq_len, num_heads, 8).to(dtype), []
+    for packing in (cpu.TRAITS.packing, ALWAYS._replace(max_rows=max_rows)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpu, "takes_short_rows", lambda dtype: False)
+            patch.setattr(cpu, "TRAITS", cpu.TRAITS._replace(packing=packing))
+            out = dilated_attention(*leaves, pattern)
+            results.append((out, *torch.autograd.grad(out, leaves, dout)))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)

@@ -3,14 +3,14 @@
 All tests run with uninitialised memory filled with NaN.
 """
 
-import copy
 import io
+import random
 from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.nn.functional as F
-from drawn import patterns
+from fuzz_caches import try_sequence
 from helpers import PLAIN, keys_seen, randn, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,10 +32,10 @@ def make(pattern, batch, num_heads, num_kv_heads, head_dim, dtype=torch.float64,
 
 
 @contextmanager
-def refused(cache, fragment, error=ValueError):
-    """The call is refused with these words, and the cache is as it was."""
+def refused(cache, error):
+    """The call raises the error, and the cache is as it was."""
     memory, progress = cache.memory.clone(), cache.progress.clone()
-    with pytest.raises(error, match=fragment):
+    with pytest.raises(error):
         yield
     assert torch.equal(cache.memory.nan_to_num(7), memory.nan_to_num(7))
     assert torch.equal(cache.progress, progress)
@@ -51,145 +51,32 @@ def in_slices(inputs, pattern, cache, size):
 class Sequence:
     """Inputs of whole sequences, what the definition makes of them, and calls with parts of them."""
 
-    def __init__(
-        self,
-        pattern=PATTERN,
-        batch=1,
-        seq_len=40,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=4,
-        scale=None,
-    ):
-        self.pattern, self.scale, self.sizes = (
-            pattern,
-            scale,
-            (batch, num_heads, num_kv_heads, head_dim),
-        )
-        self.inputs = [
-            randn(batch, seq_len, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads)
-        ]
-        self.exact = dilated_attention_reference(*self.inputs, pattern, scale=scale)
+    def __init__(self, pattern=PATTERN, batch=1, seq_len=40, num_heads=2, head_dim=4):
+        self.pattern, self.sizes = pattern, (batch, num_heads, num_heads, head_dim)
+        self.inputs = [randn(batch, seq_len, num_heads, head_dim) for _ in range(3)]
+        self.exact = dilated_attention_reference(*self.inputs, pattern)
 
     def cache(self, **limits):
         return make(self.pattern, *self.sizes, **limits)
 
-    def of_heads(self, heads):
-        """The same for some query heads, and the key/value heads that they read."""
-        ratio = self.inputs[0].shape[2] // self.inputs[1].shape[2]
-        kv_heads = slice(heads.start // ratio, heads.stop // ratio)
-        part, query_heads = copy.copy(self), slice(heads.start, heads.stop)
-        cuts = (query_heads, kv_heads, kv_heads)
-        part.inputs = [x[:, :, s] for x, s in zip(self.inputs, cuts, strict=True)]
-        part.exact = [x[:, :, query_heads] for x in self.exact]
-        return part
-
-    def append(self, cache, start, stop, attend=dilated_attention, **of):
-        """The call with rows start..stop-1, compared."""
-        rows = (x[:, start:stop] for x in self.inputs)
-        options = {"cache": cache, "scale": self.scale, "return_lse": True, **of}
-        self.check(attend(*rows, self.pattern, **options), slice(None), start, stop)
-
-    def append_some(self, cache, counts, sources=range(4)):
-        """The call with so many rows of each entry, which goes on with this sequence. NaN pads them."""
-        positions, longest = cache.position.tolist(), max(counts) or 2
-        entries = list(zip(sources, positions, counts, strict=False))
-        rows = [
-            torch.full((len(counts), longest, *x.shape[2:]), torch.nan, dtype=x.dtype)
-            for x in self.inputs
-        ]
-        for b, (source, start, count) in enumerate(entries):
-            for x, whole in zip(rows, self.inputs, strict=True):
-                x[b, :count] = whole[source, start : start + count]
-        lengths = torch.tensor(counts) if min(counts) < longest else None
-        options = {"cache": cache, "lengths": lengths, "return_lse": True}
-        out, lse = dilated_attention(*rows, self.pattern, **options)
-        for b, (source, start, count) in enumerate(entries):
-            self.check((out[b, :count], lse[b, :count]), source, start, start + count)
-            assert (out[b, count:] == 0).all()
-            assert (lse[b, count:] == -torch.inf).all()
-        moved = [position + count for position, count in zip(positions, counts, strict=True)]
-        assert cache.position.tolist() == moved
-
-    def check(self, found, entries, start, stop):
+    def append(self, cache, start, stop):
+        """The call with rows start..stop-1, compared. A cache of a larger batch gets them for each entry."""
+        batch = len(cache.position)
+        rows = (x[:, start:stop].expand(batch, -1, -1, -1) for x in self.inputs)
+        found = dilated_attention(*rows, self.pattern, cache=cache, return_lse=True)
         for x, y in zip(found, self.exact, strict=True):
             # float64 rounds at 2e-16; sums have below 1,000 terms
-            torch.testing.assert_close(x, y[entries, start:stop], rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(x, y[:, start:stop].expand_as(x), rtol=1e-11, atol=1e-11)
 
 
-@st.composite
-def sequences(draw):
-    num_kv_heads = draw(st.integers(1, 3))
-    num_heads = num_kv_heads * draw(st.integers(1, 3))
-    pattern = draw(patterns(num_heads, longest=30, is_causal=True))
-    torch.manual_seed(draw(st.integers(0, 2**16)))
-    sizes = (
-        draw(st.integers(1, 2)),
-        draw(st.integers(1, 60)),
-        num_heads,
-        num_kv_heads,
-        draw(st.sampled_from([1, 3, 8])),
-    )
-    return Sequence(pattern, *sizes, scale=draw(st.sampled_from([None, None, 0.3, 0.0, -0.7])))
-
-
-@settings(max_examples=150, deadline=None)
-@given(sequences(), st.data())
-def test_any_way_of_appending_equals_one_call(sequence, data):
-    """Catches what no chosen case thought of: any pattern, heads, scale; tokens and slices of any length, positions
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_way_of_appending_equals_one_call(seed):
+    """Catches what no chosen case thought of: any pattern, heads, scale; tokens, slices and ragged batches, positions
     taken back as far as the cache allows, and a cache that is saved, loaded into one of other limits, or forked."""
-    seq_len, batch = sequence.inputs[0].shape[1], sequence.sizes[0]
-    limits = {"max_len": data.draw(st.sampled_from([None, seq_len, seq_len + 5]))}
-    cache = sequence.cache(**limits, keep=data.draw(st.sampled_from([0, 0, 1, 3, 20])))
-    position = 0
-    while position < seq_len:
-        stop = min(seq_len, position + data.draw(st.sampled_from([1, 1, 1, 2, 5, 17, 40])))
-        sequence.append(cache, position, stop)
-        position = stop
-        assert cache.position.tolist() == [position] * batch
-        then = data.draw(st.sampled_from(["go on"] * 6 + ["crop", "crop", "load", "fork"]))
-        if then == "crop":
-            furthest = position - int(cache.progress[1].max())
-            assert furthest >= min(position, cache.plan.keep) or cache.progress[
-                1
-            ].max() > cache.plan.floor(position)
-            back = data.draw(st.integers(0, furthest))
-            cache.crop(back)
-            position -= back
-        elif then == "load":
-            state = cache.state_dict()
-            cache = sequence.cache(
-                **limits, keep=data.draw(st.sampled_from([0, cache.plan.keep, 30]))
-            )
-            cache.load_state_dict(state)
-        elif then == "fork":
-            cache = cache.fork(range(batch))
-
-
-def test_rows_of_different_progress():
-    """Catches a batch entry that is written or read at another's position, padding that is read (it is NaN), rows of an
-    earlier sequence that a new one sees, and beams that write into each other's memory."""
-    sequence = Sequence(batch=4, seq_len=50, num_heads=4, head_dim=8)
-    cache = sequence.cache(keep=3)
-    sequence.append_some(cache, [7, 0, 30, 7])
-    sequence.append_some(cache, [1, 1, 1, 1])
-    sequence.append_some(cache, [0, 20, 1, 5])
-    sequence.append_some(cache, [12, 13, 2, 0])
-    sequence.append_some(cache, [0, 0, 0, 0])
-    assert cache.position.tolist() == [20, 34, 34, 13]
-    cache.crop([3, 0, 1, 2])
-    sequence.append_some(cache, [1, 1, 1, 1])
-    cache.reset([1])
-    assert cache.position.tolist() == [18, 0, 34, 12]
-    sequence.append_some(cache, [1, 2, 1, 0])
-    sources = [2, 2, 0, 1]
-    beams = cache.fork(sources)
-    assert beams.position.tolist() == [35, 35, 19, 2]
-    sequence.append_some(beams, [3, 0, 1, 3], sources)
-    sequence.append_some(cache, [5, 5, 0, 5])  # as if no beam had written
-    sequence.append_some(beams, [1, 4, 0, 2], sources)
-    cache.reset()
-    sequence.append(cache, 0, 50)
+    with torch.no_grad():
+        trial = try_sequence(random.Random(seed), None)
+    assert trial.complaint is None, trial
 
 
 def test_a_prefix_is_saved_and_loaded():
@@ -205,7 +92,7 @@ def test_a_prefix_is_saved_and_loaded():
     assert state["rows"][0].shape == (2, num_rows, 4)
     batch = make(PATTERN, 3, 2, 2, 4, max_len=100)
     batch.load_state_dict(state)
-    sequence.append_some(batch, [12, 12, 12], [0, 0, 0])
+    sequence.append(batch, 33, 45)
 
 
 @pytest.mark.parametrize(
@@ -230,34 +117,6 @@ def test_a_state_goes_into_a_cache_of_other_limits(
     sequence.append(other, length, longest)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "num_heads", "num_kv_heads", "border"),
-    [
-        (PATTERN, 4, 4, 1),
-        (DilatedPattern((5, 17), (2, 4), is_causal=True, phase="blocked"), 6, 3, 4),
-        (DilatedPattern((3, 8), (1, 3), is_causal=True, heads="split"), 4, 2, 2),
-    ],
-    ids=str,
-)
-def test_heads_of_a_layer_on_several_ranks(pattern, num_heads, num_kv_heads, border):
-    """Catches phases that go by the head of the tensor and not of the layer, or buffers for heads of others."""
-    sequence = Sequence(pattern, 2, 30, num_heads, num_kv_heads)
-    num_rows = 0
-    for heads in (range(border), range(border, num_heads)):
-        part, of = sequence.of_heads(heads), {"heads_held": heads, "num_heads": num_heads}
-        cache = sequence.cache(heads_held=heads)
-        num_rows += cache.num_rows
-        for start, stop in ((0, 7), (7, 8), (8, 23), (23, 24)):
-            part.append(cache, start, stop, **of)
-        with refused(cache, f"heads {num_heads}"):
-            part.append(cache, 24, 25)
-        if len(heads) * 2 == num_heads:
-            of["heads_held"] = range(2, 4) if heads.start == 0 else range(2)
-            with refused(cache, "head held"):
-                part.append(cache, 24, 25, **of)
-    assert num_rows == pattern.cache_rows(num_heads, num_kv_heads)  # together those of the layer
-
-
 @pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize(
     ("pattern", "num_heads", "num_kv_heads"),
@@ -265,7 +124,7 @@ def test_heads_of_a_layer_on_several_ranks(pattern, num_heads, num_kv_heads, bor
         (PATTERN, 4, 2),
         (DilatedPattern((5, 17), (2, 4), is_causal=True, phase="blocked"), 3, 1),
         (DilatedPattern((3, 8, 19), (1, 2, 4), is_causal=True, heads="split"), 5, 5),
-        (DilatedPattern.sliding(23, is_causal=True), 4, 2),
+        (DilatedPattern.sliding(9, is_causal=True), 4, 2),
     ],
     ids=str,
 )
@@ -313,9 +172,12 @@ def test_a_token_moves_exactly_what_it_should(pattern, num_heads, num_kv_heads, 
 
 
 def _same_slice_or_sees(seen, t, i, size, pattern, head, num_heads):
-    """Within a slice the kernel multiplies masked weights, which are 0, with later values of the segment."""
+    """The kernel multiplies masked weights, which are 0, with values: within a slice with later ones of the segment,
+    and with all that some query of the slice sees in its window."""
     if t in seen:
         return True
+    if pattern.window is not None:
+        return abs(i - t) < pattern.window + size
     together = any(
         i // w == t // w and i % w % r == t % w % r == pattern.phase_of(b, head, num_heads)
         for b, (w, r, _) in enumerate(pattern.branches)
@@ -421,18 +283,23 @@ def test_one_graph_for_all_tokens_and_nothing_of_a_buffers_size():
 
 
 def test_graphs_for_heads_that_two_ranks_hold():
-    """Catches ranges that torch.compile cannot compare once it takes their ends for symbols: with a second part."""
-    attend = torch.compile(dilated_attention, fullgraph=True, backend="eager")
-    sequence = Sequence(num_heads=4)
+    """Catches ranges that torch.compile cannot compare once it takes their ends for symbols: with a second part. Both
+    parts together have the buffers of the layer."""
+    compiled = torch.compile(dilated_attention, fullgraph=True, backend="eager")
+    num_rows = 0
     try:
-        with torch.no_grad():
-            for heads in (range(2), range(2, 4)):
-                cache = make(PATTERN, 1, 4, 2, 4, heads_held=heads)
-                for t in range(9):
-                    of = {"heads_held": heads, "num_heads": 4}
-                    sequence.of_heads(heads).append(cache, t, t + 1, attend, **of)
+        for heads in (range(2), range(2, 4)):
+            held = {"heads_held": heads, "num_heads": 4, "return_lse": True}
+            cache, other = (make(PATTERN, 1, 4, 2, 4, heads_held=heads) for _ in range(2))
+            num_rows += cache.num_rows
+            for _ in range(9):
+                rows = [randn(1, 1, h, 4) for h in (2, 1, 1)]
+                found = compiled(*rows, PATTERN, cache=cache, **held)
+                expected = dilated_attention(*rows, PATTERN, cache=other, **held)
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
     finally:
         torch._dynamo.reset()
+    assert num_rows == PATTERN.cache_rows(4, 2)
 
 
 def test_one_number_of_any_stride():
@@ -445,12 +312,12 @@ def test_one_number_of_any_stride():
 
 def test_heads_that_read_no_phase():
     """Catches a maximum over no buffers: segments of 2 have no phase 2, which is all that the last head reads."""
-    heads = range(2, 3)
-    sequence = Sequence(DilatedPattern((2,), (3,), is_causal=True), num_heads=3, num_kv_heads=3)
-    part, of = sequence.of_heads(heads), {"heads_held": heads, "num_heads": 3}
-    cache, other = (sequence.cache(heads_held=heads) for _ in range(2))
-    part.append(cache, 0, 1, **of)
-    part.append(cache, 1, 6, **of)
+    pattern, heads = DilatedPattern((2,), (3,), is_causal=True), range(2, 3)
+    cache, other = (make(pattern, 1, 3, 3, 4, heads_held=heads) for _ in range(2))
+    for num_new in (1, 5):
+        rows = [randn(1, num_new, 1, 4)] * 3
+        out = dilated_attention(*rows, pattern, cache=cache, heads_held=heads, num_heads=3)
+        assert not out.any()
     cache.crop(6)
     other.load_state_dict(cache.state_dict())
     assert other.position.tolist() == [0]
@@ -492,10 +359,10 @@ def test_a_call_that_fails_loses_nothing(positions, back, num_new, working, monk
             raise KeyboardInterrupt
         return forward(*args)
 
-    counts = [num_new] * batch
-    with monkeypatch.context() as patch, refused(cache, None, KeyboardInterrupt):
+    rows = [x[:, :num_new] for x in sequence.inputs]
+    with monkeypatch.context() as patch, refused(cache, KeyboardInterrupt):
         patch.setattr(cpu, "forward", fails)
-        sequence.append_some(cache, counts)
+        dilated_attention(*rows, PATTERN, cache=cache)
     cache.crop([1 - number for number in back])
     assert cache.position.tolist() == [positions[0] - 1] * batch
     sequence.append(cache, positions[0] - 1, positions[0] + num_new)
@@ -520,7 +387,7 @@ def test_a_state_stays_as_it_was_taken():
     state = cache.state_dict()
     sequence.append(cache, 5, 19)
     cache.load_state_dict(state)
-    sequence.append_some(cache, [14, 14])
+    sequence.append(cache, 5, 19)
 
 
 def test_sizes_are_said():

@@ -42,11 +42,11 @@ def check_message(message, fragments):
         ({"pattern": VAST}, "2 * 2 * 2,199,023,255,552 * 8 * 4 = 281,474,976,710,656 bytes"),
         ({"batch": 0}, ""),
         ({"batch": 2**50}, ""),
-        ({"num_heads": 3}, "3 query heads"),
+        ({"num_heads": 3}, "3 query heads ... 2 key/value heads"),
         ({"head_dim": None}, ""),
         ({"dtype": torch.float8_e4m3fn}, ""),
-        ({"max_len": 0}, ""),
-        ({"keep": -1}, ""),
+        ({"max_len": 0}, "max_len=0 ... an integer of at least 1 ... None"),
+        ({"keep": -1}, "keep=-1 ... an integer of at least 0"),
         ({"keep": 2**62}, ""),
         ({"heads_held": range(0)}, ""),
         ({"heads_held": range(1, 3)}, "heads_held=range(1, 3) ... share a key/value head"),
@@ -101,7 +101,10 @@ LENGTHS = "lengths must be an integer tensor (2,)"
         (lambda c: appended(c, [x[..., :4] for x in rows()]), "made for head dim 8 ... has 4"),
         (lambda c: appended(c, rows(dtype=torch.float64)), "dtype torch.float32 ... float64"),
         (lambda c: appended(c, rows(device="meta")), "made for device cpu, and the call has meta"),
-        (lambda c: appended(c, rows(3)), "max_len=9 ... has 7 ... 3 more there would be 10"),
+        (
+            lambda c: appended(c, rows(3)),
+            "max_len=9 ... has 7 ... 3 more there would be 10 ... max_len=10",
+        ),
         (lambda c: appended(c, heads_held=range(2), num_heads=4), ""),
         (lambda c: appended(c, num_heads=8, heads_held=range(4)), ""),
         # options that no cache goes with
@@ -130,7 +133,7 @@ LENGTHS = "lengths must be an integer tensor (2,)"
         (lambda c: appended(c, lengths=torch.tensor([1, -1])), "between 0 and ... [1, -1]"),
         (lambda c: appended(c, lengths=torch.tensor([2**62, 1])), "between 0 and"),
         # positions and entries
-        (lambda c: c.crop(8), "crop(8) ... has 7 positions"),
+        (lambda c: c.crop(8), "crop(8) ... has 7 positions ... Crop 0 to 7"),
         (
             lambda c: c.crop([3, 4]),
             "crop(4) ... sequence 1 ... to 3 positions ... Crop at most 3 ... keep=4 (it has keep=0)",

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from helpers import randn
 
 from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.kernels import cpu, rows_at_once, sdpa
@@ -49,17 +50,33 @@ def without_added_rows(backward):
     return checked
 
 
-PATTERNS = {
-    "the paper's rates": (DilatedPattern((8, 16, 32, 64, 128), (1, 2, 4, 6, 12)), 101, 12, 12),
-    "causal": (DilatedPattern((8, 37), (1, 3), is_causal=True), 37, 4, 4),
-    "rows without a partial": (DilatedPattern((8, 37), (3, 5)), 41, 2, 2),
-    "shared keys": (DilatedPattern((9, 37), (1, 2), is_causal=True), 41, 6, 2),
-    "one head of keys": (DilatedPattern((9, 37), (2, 3)), 41, 6, 1),
-    "blocked": (DilatedPattern((9, 37), (1, 4), phase="blocked"), 41, 6, 6),
-    "split": (DilatedPattern((9, 20, 41), (1, 2, 3), heads="split"), 41, 7, 7),
-    "window": (DilatedPattern((37,), (3,), window=9, is_causal=True), 41, 4, 2),
-    "centred window": (DilatedPattern.sliding(8), 41, 4, 4),
-}
+# (pattern, positions, query heads, key/value heads, batch), and what more there is to the call
+CALLS = {
+    "the paper's rates": ((DilatedPattern((8, 16, 32, 64, 128), (1, 2, 4, 6, 12)), 101, 12, 12, 1), {}),
+    "causal": ((DilatedPattern((8, 37), (1, 3), is_causal=True), 37, 4, 4, 2), {}),
+    "rows without a partial": ((DilatedPattern((8, 37), (3, 5)), 41, 2, 2, 2), {}),
+    "shared keys": ((DilatedPattern((9, 37), (1, 2), is_causal=True), 41, 6, 2, 1), {}),
+    "one head of keys": ((DilatedPattern((9, 37), (2, 3)), 41, 6, 1, 2), {}),
+    "blocked": ((DilatedPattern((9, 37), (1, 4), phase="blocked"), 41, 6, 6, 1), {}),
+    "split": ((DilatedPattern((9, 20, 41), (1, 2, 3), heads="split"), 41, 7, 7, 2), {}),
+    "window": ((DilatedPattern((37,), (3,), window=9, is_causal=True), 41, 4, 2, 1), {}),
+    "centred window": ((DilatedPattern.sliding(8), 41, 4, 4, 2), {}),
+    # tiles of many sizes, some of them of one row
+    "documents": (
+        (DilatedPattern((24, 100), (1, 3), is_causal=True), 70, 4, 2, 1),
+        {"cu_seqlens": torch.tensor([0, 1, 2, 33, 34, 70], dtype=torch.int32)},
+    ),
+    "no rows": ((DilatedPattern((4,), (1,)), 0, 2, 2, 1), {}),
+}  # fmt: skip
+# On several ranks a hop must not overwrite what others left, gradients of chunks are sent and not kept, and one rank
+# owns nothing.
+OVER_RANKS = [
+    ("causal", "contiguous", 2),
+    ("shared keys", "contiguous", 2),
+    ("causal", "zigzag", 5),
+    ("shared keys", "zigzag", 5),
+    ("no rows", "contiguous", 3),
+]
 
 
 def results(pattern, n, num_heads, num_kv_heads, batch, dtype=torch.float64, **kwargs):
@@ -76,50 +93,26 @@ def results(pattern, n, num_heads, num_kv_heads, batch, dtype=torch.float64, **k
     return [out, lse, *torch.autograd.grad(root, leaves)]
 
 
-def assert_equal(found, expected):
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", PATTERNS)
-def test_a_call(gathering, name, batch):
+@pytest.mark.parametrize(
+    ("name", "sharding", "num_ranks"), [*((name, "contiguous", 1) for name in CALLS), *OVER_RANKS]
+)
+def test_a_call(gathering, name, sharding, num_ranks):
     """Catches a row that is written twice, from another tile, or not at all; a block of heads that touches others; and
     results of one batch entry that go to another."""
-    case = (*PATTERNS[name], batch)
-    expected = results(*case)
+    call, more = CALLS[name]
+    expected = results(*call, **more)
     gathering()
-    assert_equal(results(*case), expected)
-
-
-@pytest.mark.parametrize(("sharding", "num_ranks"), [("contiguous", 2), ("zigzag", 5)])
-@pytest.mark.parametrize("name", ["causal", "shared keys"])
-def test_hops(gathering, name, sharding, num_ranks):
-    """Catches a hop that overwrites what others left, gradients of chunks that are kept and not sent, and rounding."""
-    pattern, n, num_heads, num_kv_heads = PATTERNS[name]
-    parallel = simulate.all_ranks(num_ranks, sharding=sharding)
-    expected = results(pattern, n, num_heads, num_kv_heads, 2)
-    gathering()
-    assert_equal(results(pattern, n, num_heads, num_kv_heads, 2, parallel=parallel), expected)
-
-
-def test_documents(gathering):
-    """Catches tiles of many sizes, some of them of one row."""
-    pattern = DilatedPattern((24, 100), (1, 3), is_causal=True)
-    borders = torch.tensor([0, 1, 2, 33, 34, 70], dtype=torch.int32)
-    expected = results(pattern, 70, 4, 2, 1, cu_seqlens=borders)
-    gathering()
-    assert_equal(results(pattern, 70, 4, 2, 1, cu_seqlens=borders), expected)
+    parallel = simulate.all_ranks(num_ranks, sharding=sharding) if num_ranks > 1 else None
+    torch.testing.assert_close(
+        results(*call, **more, parallel=parallel), expected, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_appending_to_a_cache(gathering):
     """Catches partials of cached rows that are not merged with those of new rows."""
     pattern = DilatedPattern((8, 37), (1, 3), is_causal=True)
-    expected = results(pattern, 37, 4, 2, 1)[0].detach()
-    generator = torch.Generator().manual_seed(1)
-    inputs = [
-        torch.randn(1, 37, h, 16, generator=generator, dtype=torch.float64) for h in (4, 2, 2)
-    ]
+    inputs = [randn(1, 37, h, 16) for h in (4, 2, 2)]
+    expected = dilated_attention(*inputs, pattern)
     gathering()
     cache = DilatedCache(pattern, 1, 4, 2, 16, dtype=torch.float64)
     slices = zip(*(x.split(10, dim=1) for x in inputs), strict=True)
@@ -130,20 +123,11 @@ def test_appending_to_a_cache(gathering):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes(gathering, dtype):
     """Catches sums in 16 bits: results differ from those of float64 by the rounding of inputs, partials and results."""
-    case = PATTERNS["the paper's rates"]
-    exact = results(*case, 1)
+    call, _ = CALLS["the paper's rates"]
+    exact = results(*call)
     gathering()
-    for x, y in zip(results(*case, 1, dtype=dtype), exact, strict=True):
+    for x, y in zip(results(*call, dtype=dtype), exact, strict=True):
         assert (x.double() - y).norm() <= 4 * torch.finfo(dtype).eps * y.norm()
-
-
-def test_no_rows(gathering):
-    """Catches a division by no rows, and ranks that own nothing."""
-    gathering()
-    pattern = DilatedPattern((4,), (1,))
-    assert [x.numel() for x in results(pattern, 0, 2, 2, 1)] == [0] * 5
-    parallel = simulate.all_ranks(3)
-    assert_equal(results(pattern, 2, 2, 2, 1, parallel=parallel), results(pattern, 2, 2, 2, 1))
 
 
 def test_blocks_of_heads_gather_once_for_each_hop():
