@@ -32,11 +32,6 @@ def compiled_jvp(call, x):
     return torch.compile(lambda x: torch.func.jvp(call, (x,), (x,)), backend="eager")(x)
 
 
-def tangent_of_a_dual_tensor(call, x):
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(call(forward_ad.make_dual(x, x))).tangent
-
-
 def tangent_of_a_backward(call, x):
     x = x.clone().requires_grad_()
     out = call(x)
@@ -52,7 +47,6 @@ WAYS = {
     "jacfwd": lambda call, x: torch.func.jacfwd(call)(x),
     "jvp of compiled code": jvp_of_compiled_code,
     "compiled jvp": compiled_jvp,
-    "a dual tensor": tangent_of_a_dual_tensor,
     "a dual tensor in backward": tangent_of_a_backward,
 }
 

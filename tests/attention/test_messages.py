@@ -8,7 +8,6 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import message_of
 from torch.nn.attention.flex_attention import flex_attention
 
 from ring_dilated_attention import (
@@ -26,16 +25,16 @@ from ring_dilated_attention.pattern import PHASE_RULES
 from ring_dilated_attention.plan.exchange import EXCHANGES
 from ring_dilated_attention.plan.sharding import SHARDINGS
 
-DENSE = DilatedPattern((8,), (1,))
+DENSE = DilatedPattern((8,), (1,), phase="blocked")  # as torchscale's
 
 
-def refused(call, fragments):
+def refused(call, fragments, end="."):
     """The call raises ValueError, and its message holds every fragment ("one ... another") and ends as a sentence."""
     with pytest.raises(ValueError) as caught:
         call()
     message = str(caught.value)
     assert [x for x in fragments.split(" ... ") if x not in message] == [], message
-    assert message.endswith(".")
+    assert message.endswith(end)
 
 
 def tensors(query=(1, 8, 4, 16), key=None, value=None, **kwargs):
@@ -91,26 +90,6 @@ def test_patterns(segment_lengths, dilation_rates, rules, fragments):
     refused(lambda: DilatedPattern(segment_lengths, dilation_rates, **rules), fragments)
 
 
-@pytest.mark.parametrize("call", [dilated_attention, explain, torchscale_attention])
-def test_what_is_no_tensor_and_no_pattern(call):
-    """Each says what was meant and what makes it."""
-    own = DilatedPattern((8,), (1,), phase="blocked")
-    for name in ("query", "key", "value"):
-        for other in ([[[[1.0]]]], None):
-            given = {**dict(zip(("query", "key", "value"), tensors(), strict=True)), name: other}
-            got = (
-                f"{name} must be a tensor (batch, seq, heads, head_dim), got {type(other).__name__}"
-            )
-            said = message_of(lambda given=given: call(**given, pattern=own))
-            assert f"{got}: torch.as_tensor makes one" in said
-    said = message_of(lambda: call(*tensors((8, 4, 16)), own))
-    assert "got 3 dimensions: (8, 4, 16); unsqueeze(0) adds a batch" in said
-    for other in ([(8, 1)], None):
-        said = message_of(lambda other=other: call(*tensors(), other))
-        made = "DilatedPattern(segment_lengths=[2048, 4096], "
-        assert f"pattern must be a DilatedPattern, got {other!r}. {made}" in said
-
-
 def test_what_is_a_number():
     """Catches a check of Python's own types, which refuses what an array or a config file gives."""
     numpy = pytest.importorskip("numpy")
@@ -125,6 +104,9 @@ def test_what_is_a_number():
 
 
 SPARSE = torch.zeros(1, 8, 4, 16).to_sparse()
+NO_TENSOR = "must be a tensor (batch, seq, heads, head_dim), got {}: torch.as_tensor makes one"
+EXAMPLE = "DilatedPattern(segment_lengths=[2048, 4096], "
+NO_SINKS = "sinks must have one floating-point number for each of the 4 query heads, got torch"
 TWO_SHAPES = "query (1, 8, 4, 16) ... key {} ... {}"
 
 
@@ -133,8 +115,11 @@ TWO_SHAPES = "query (1, 8, 4, 16) ... key {} ... {}"
     [
         (
             {"query": (8, 4, 16)},
-            "query must be (batch, seq, heads, head_dim) ... 3 dim ... (8, 4, 16)",
+            "query must be (batch, seq, heads, head_dim) ... got 3 dimensions: (8, 4, 16); unsqueeze(0) adds a batch",
         ),
+        ({"query": [[[[1.0]]]]}, "query " + NO_TENSOR.format("list")),
+        ({"key": None}, "key " + NO_TENSOR.format("NoneType")),
+        ({"value": None}, "value " + NO_TENSOR.format("NoneType")),
         (
             {"value": (2, 1, 8, 4, 16)},
             "value must be (batch, seq, heads, head_dim) ... 5 dimensions ... (2, 1, 8, 4, 16)",
@@ -202,7 +187,12 @@ TWO_SHAPES = "query (1, 8, 4, 16) ... key {} ... {}"
         ({"scale": float("nan")}, "scale must be a finite number ... got nan"),
         ({"backend": "flash"}, "backend='flash' is unknown ... auto ... " + " ... ".join(BACKENDS)),
         ({"backend": "sdpa"}, "backend='sdpa' serves CUDA tensors, got cpu ... backend='auto'"),
-        ({"pattern": (8, 1)}, "pattern must be a DilatedPattern ... got (8, 1)"),
+        ({"pattern": [(8, 1)]}, f"pattern must be a DilatedPattern, got [(8, 1)]. {EXAMPLE}"),
+        ({"pattern": None}, f"pattern must be a DilatedPattern, got None. {EXAMPLE}"),
+        ({"sinks": 1.0}, "sinks must be a tensor of 4 numbers, one for each query head, got 1.0"),
+        ({"sinks": torch.zeros(2)}, f"{NO_SINKS}.float32 of shape (2,)"),
+        ({"sinks": integers(0, 0, 0, 0)}, f"{NO_SINKS}.int32 of shape (4,)"),
+        ({"sinks": torch.zeros(4, device="meta")}, "sinks are on meta, query is on cpu: move them"),
         ({"parallel": "cp"}, "parallel must be a ContextParallel or None ... got 'cp'"),
         (
             {"pattern": DilatedPattern((8,) * 5, (1,) * 5, heads="split")},
@@ -220,8 +210,10 @@ def test_calls(arguments, fragments):
         if isinstance(given[name], tuple):
             given[name] = torch.randn(given[name])
     refused(lambda: dilated_attention(**given), fragments)
-    if arguments.keys() <= {"query", "key", "value"}:
+    if arguments.keys() <= {"query", "key", "value", "pattern"}:
         refused(lambda: explain(**given), fragments)
+        if not isinstance(arguments.get("pattern"), DilatedPattern):
+            refused(lambda: torchscale_attention(**given), fragments, end="")
 
 
 def test_a_backend_asked_for_by_name_says_why_it_cannot_run():

@@ -27,37 +27,41 @@ def attended(module, weights, x):
     return module.out_proj(torch.einsum("bqhn,bnhd->bqhd", weights, value).flatten(2))
 
 
+GROUPED = {"num_kv_heads": 2, "rotary": True}
+DOCUMENTS = {"cu_seqlens": torch.tensor([0, 20, 45], dtype=torch.int32)}
+WITH_A_GAP = {"positions": torch.cat([torch.arange(20), torch.arange(500, 525)])}
+PADDED = {"key_padding_mask": torch.arange(45) >= torch.tensor([[45], [30]])}
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "rotary": True}])
-@pytest.mark.parametrize("documents", [False, True])
-def test_weights_rebuild_the_output(pattern, options, documents):
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({}, {}),
+        ({}, DOCUMENTS),
+        (GROUPED, {}),
+        (GROUPED, DOCUMENTS),
+        (GROUPED, WITH_A_GAP),
+        (GROUPED, {**WITH_A_GAP, **PADDED}),
+    ],
+)
+def test_weights_rebuild_the_output(pattern, options, given):
     """More queries than dims, one of them twice; they add up to one and make the layer's output."""
-    module, x = layer(pattern, **options), randn(1 if documents else 2, 45, 24)
-    cu_seqlens = torch.tensor([0, 20, 45], dtype=torch.int32) if documents else None
+    batch = 1 if "cu_seqlens" in given else 2
+    module, x = layer(pattern, **options), randn(batch, 45, 24)
     queries = torch.tensor([0, 3, 3, 17, 20, 21, 38, 44])
-    weights = attention_weights(module, x, queries, cu_seqlens=cu_seqlens)
-    assert weights.shape == (len(x), 8, 4, 45)
+    weights = attention_weights(module, x, queries, **given)
+    assert weights.shape == (batch, 8, 4, 45)
+    out, _ = module(x, x, x, **given)
+    torch.testing.assert_close(attended(module, weights, x), out[:, queries])
     is_covered = pattern.without_keys(4)[0] == 0
     if is_covered:
-        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
-    out, _ = module(x, x, x, cu_seqlens=cu_seqlens)
-    torch.testing.assert_close(attended(module, weights, x), out[:, queries])
-    if documents:
+        torch.testing.assert_close(weights[0].sum(-1), torch.ones(8, 4, dtype=torch.float64))
+    if "cu_seqlens" in given:
         assert not weights[:, :4, :, 20:].any()
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_weights_are_those_of_the_layers_own_call(pattern):
-    """With positions that leave a gap, and in a padded batch, whose padding nobody sees."""
-    module, x = layer(pattern, rotary=True, num_kv_heads=2), randn(2, 45, 24)
-    times = torch.cat([torch.arange(20), torch.arange(500, 525)])
-    mask = torch.arange(45) >= torch.tensor([[45], [30]])
-    for options in ({"positions": times}, {"positions": times, "key_padding_mask": mask}):
-        weights = attention_weights(module, x, range(45), **options)
-        out, _ = module(x, x, x, **options)
-        torch.testing.assert_close(attended(module, weights, x), out)
-    assert not weights[1, :, :, 30:].any()
-    assert not weights[1, 30:].any()
+    if "key_padding_mask" in given:
+        assert not weights[1, :, :, 30:].any()
+        assert not weights[1, queries >= 30].any()
 
 
 def test_queries_are_a_list_a_range_or_a_tensor():

@@ -190,7 +190,7 @@ MUTANTS = (
         "attention/sinks.py",
         "(lse_BNH - sinks).masked_fill(is_none, torch.inf)",
         "(lse_BNH - sinks)",
-        ("tests/attention/test_sinks.py",),
+        CALL,
     ),
     # what ranks tell each other
     Mutant(

@@ -146,13 +146,13 @@ MUTANTS = (
         "attention/sinks.py",
         "return out, torch.where(is_none, lse_BNH, torch.logaddexp(lse_BNH, sinks))",
         "return out, lse_BNH",
-        ("tests/attention/test_sinks.py",),
+        CALL,
     ),
     Mutant(
         "a sink has the value 0",
         "attention/sinks.py",
         "out = (out_BNHD * weight_BNH.unsqueeze(-1)).to(out_BNHD.dtype)",
         "out = out_BNHD",
-        ("tests/attention/test_sinks.py",),
+        CALL,
     ),
 )

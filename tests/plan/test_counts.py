@@ -77,6 +77,16 @@ def test_sharers_and_buffers(job):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
+def test_a_rank_with_two_pieces_of_a_segment_receives_neither(is_causal):
+    pattern = DilatedPattern((64,), (4,), is_causal=is_causal)
+    job = Job(pattern, make_shards("zigzag", (16,) * 4), 4, 4)
+    plans = [make_plan(job, rank) for rank in range(4)]
+    received = [sum(m.size for hop in plan.hops for m in hop.receives) for plan in plans]
+    assert count_ranks(Counter(job)).received == received
+    assert max(received) == 2 * (64 - 16)  # of each position one head reads its phase
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("rule", [{}, {"phase": "blocked"}, {"heads": "split"}])
 @pytest.mark.parametrize("seq_len", [1, 100])
 def test_pairs_of_a_document(is_causal, rule, seq_len):

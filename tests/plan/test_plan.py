@@ -59,20 +59,20 @@ def check_packed(simulation, rank, tiles):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_tiles_cover_the_pattern_once(world_size, sharding, is_causal):
     """Catches a pair computed twice or never, a chunk that stops too early, a gradient that does not come home."""
-    for n, w, r, kwargs in [
-        (37, (5, 40), (1, 3), {}),
-        (48, (8, 16, 48), (1, 2, 4), {"phase": "blocked"}),
-        (41, (7, 19), (2, 4), {"heads": "split"}),
-        (13, (13,), (1,), {}),
-        (5, (9, 2), (1, 8), {}),
-        (32, (32, 8), (8, 2), {}),
-        (41, (30,), (3,), {"window": 6}),
-        (29, (), (), {"window": 23}),
+    for borders, w, r, kwargs in [
+        ((0, 37), (5, 40), (1, 3), {}),
+        ((0, 11, 12, 37, 48), (8, 16, 48), (1, 2, 4), {"phase": "blocked"}),
+        ((0, 41), (7, 19), (2, 4), {"heads": "split"}),
+        ((0, 13), (13,), (1,), {}),
+        ((0, 5), (9, 2), (1, 8), {}),
+        ((0, 32), (32, 8), (8, 2), {}),
+        ((0, 15, 41), (30,), (3,), {"window": 6}),
+        ((0, 29), (), (), {"window": 23}),
     ]:
         pattern = DilatedPattern(w, r, is_causal=is_causal, **kwargs)
-        shards = make_shards(sharding, ShardSpec(sharding, world_size).default_lengths(n))
+        shards = make_shards(sharding, ShardSpec(sharding, world_size).default_lengths(borders[-1]))
         for num_kv_heads in (4, 2):
-            check_plan(pattern, shards, 4, num_kv_heads, (0, n))
+            check_plan(pattern, shards, 4, num_kv_heads, borders)
 
 
 @pytest.mark.parametrize(
