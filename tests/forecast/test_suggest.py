@@ -1,49 +1,106 @@
-"""Suggestions keep the budget, and what is said of them is the definition's."""
+"""`rda suggest`: each suggestion keeps the budget, its numbers are the definition's, and what is printed runs."""
 
 import json
 import random
+import shlex
 from itertools import islice
-from shlex import split
 
 import pytest
-from helpers import heard_of
+from helpers import heard_after
 
-from ring_dilated_attention.commands import cli
-from ring_dilated_attention.forecast.call_cost import pairs
-from ring_dilated_attention.forecast.reach import heard_by_layer, queries_to_follow, reach
-from ring_dilated_attention.forecast.suggestions import suggestions
+from ring_dilated_attention.commands import cli, suggest
+from ring_dilated_attention.forecast.reach import heard_by_layer, reach
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.reference import multiplicity
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("share", [0.5, 0.05])
-def test_the_budget_is_kept_and_used(is_causal, share):
-    """Catches a first segment that could have been twice as long."""
-    n, heads = 16384, 4
-    most = share * pairs(DilatedPattern.dense(is_causal=is_causal), n, heads)
-    found = suggestions(n, heads, most, is_causal=is_causal)
-    assert len(found) >= 2
-    for pattern, rule in found:
-        assert pairs(pattern, n, heads) <= most
-        first = pattern.segment_lengths[0]
-        if "LongNet" in rule and 2 * first < n:
-            ratio = int(rule.split()[-1])
-            longer = DilatedPattern.longnet(
-                n, first_length=2 * first, ratio=ratio, is_causal=is_causal
-            )
-            assert pairs(longer, n, heads) > most
+def suggested(capsys, words):
+    assert cli.main(["suggest", *words.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
-def test_a_large_budget_is_dense_attention():
-    [(pattern, _)] = suggestions(4096, 2, 1e12, is_causal=True)
-    assert pattern == DilatedPattern((4096,), (1,), is_causal=True)
+def heard_of(pattern, n, heads, num_layers):
+    """By the definition: how many positions each query has heard of after each layer."""
+    return [heard.sum(1).tolist() for heard in islice(heard_after(pattern, n, heads), num_layers)]
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_what_is_said_of_suggestions_is_the_definitions(seed, capsys):
+    """In random jobs. Catches a first segment that could have been twice as long, a worst query that is not followed,
+    and a pick, or a reason, that its numbers do not give."""
+    rng = random.Random(seed)
+    n, heads, layers = rng.randint(130, 512), rng.randint(1, 9), rng.randint(1, 5)
+    is_causal, speedup = seed % 4 > 0, rng.uniform(1, 3.5)
+    words = f"--seq-len {n} --heads {heads} --layers {layers} --speedup {speedup}"
+    words += "" if is_causal else " --not-causal"
+    words += " --window" if seed % 3 == 0 else ""
+    found = suggested(capsys, words)
+    dense = heads * (n * (n + 1) // 2 if is_causal else n**2)
+    allowed = [i + 1 if is_causal else n for i in range(n)]
+    for row in found["suggestions"]:
+        pattern = DilatedPattern(
+            row["segment_lengths"], row["dilation_rates"], window=row["window"], is_causal=is_causal
+        )
+        pairs = int(multiplicity(pattern, n, heads).sum())
+        shares = [
+            min(count / most for count, most in zip(counts, allowed, strict=True))
+            for counts in heard_of(pattern, n, heads, layers)
+        ]
+        first = next((i + 1 for i, share in enumerate(shares) if share >= 0.99), None)
+        assert pairs <= dense / speedup * (1 + 1e-9)
+        assert (row["pairs"], row["of_dense"]) == (pairs, pairs / dense)
+        assert (row["reach_by_layer"], row["layers_for_most"]) == (shares, first)
+        assert row["all_read"] == (max(pattern.dilation_rates) <= heads)
+        longer = 2 * pattern.segment_lengths[0]
+        if "LongNet" in row["rule"] and pattern.window is None and longer < n:
+            rules = {"first_length": longer, "ratio": int(row["rule"].split()[-1])}
+            larger = DilatedPattern.longnet(n, **rules, is_causal=is_causal)
+            assert int(multiplicity(larger, n, heads).sum()) > dense / speedup
+    best, *others = [suggest.costs(row) for row in found["suggestions"]]
+    assert all(best <= other for other in others)
+    why = "it is the only candidate"
+    if others:
+        differs = [a != b for a, b in zip(best, others[0], strict=True)]
+        why = f"{suggest.BETTER[differs.index(True)]} (against 2)" if any(differs) else "2 has"
+    assert found["why"].startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("more", "is_dense", "said"),
+    [
+        ("--seq-len 4Ki --heads 4 --speedup 1", True, "Take 1, "),
+        ("--seq-len 5001 --heads 4 --speedup 5", False, "Take 1, "),
+        # positions that no head takes are recalled by chance (docs/learning.md)
+        ("--seq-len 4Ki --heads 1 --speedup 6", False, "The budget forces a rate above the number"),
+    ],
+)
+def test_what_it_picks_runs_as_it_is_printed(more, is_dense, said, capsys):
+    """The code is the pattern, and `rda plan` plans it. Catches a whole document in words that no command reads."""
+    rows = suggested(capsys, more)["suggestions"]
+    are_read = [row["all_read"] for row in rows]
+    assert are_read == sorted(are_read, reverse=True)
+    first = rows[0]
+    assert len(first["reach_by_layer"]) == 12
+    assert cli.main(["suggest", *more.split()]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(said)
+    code = out[out.index("\nDilatedPattern") + 1 :]
+    pattern = eval(code[: code.index(")\n") + 1], {"DilatedPattern": DilatedPattern})
+    assert pattern == DilatedPattern(
+        first["segment_lengths"], first["dilation_rates"], is_causal=True
+    )
+    assert (pattern.dilation_rates == (1,)) == is_dense
+    command, options = out[out.index("\nrda plan") :].split(", with\n1. ")
+    options = options.split("\n2. ")[0]
+    assert cli.main([*shlex.split(command)[1:], *shlex.split(options), "--json"]) == 0
+    flops = json.loads(capsys.readouterr().out)["flops"]
+    assert flops == first["pairs"] * 14 * 64
 
 
 @pytest.mark.parametrize(
     "pattern",
     [
         DilatedPattern((8, 64), (1, 8), is_causal=True),
-        DilatedPattern((8, 64), (1, 4)),
         DilatedPattern((4, 16, 128), (1, 2, 8), is_causal=True, phase="blocked"),
         DilatedPattern((4, 16, 130), (1, 2, 8), phase="blocked"),
         DilatedPattern((8, 64), (2, 8), is_causal=True, heads="split"),
@@ -60,9 +117,9 @@ def test_a_large_budget_is_dense_attention():
 def test_reach_is_powers_of_the_definition(pattern, n):
     """Position by position, over all heads: what a query sees, then what those see."""
     heads, layers = 3, 4
-    expected = list(islice(heard_of(pattern, n, heads), layers))
     counts = list(islice(heard_by_layer(pattern, n, heads, range(n)), layers))
-    assert counts + [counts[-1]] * (layers - len(counts)) == expected
+    counts += [counts[-1]] * (layers - len(counts))
+    assert counts == heard_of(pattern, n, heads, layers)
 
 
 def test_what_is_no_power_of_two_is_refused():
@@ -70,66 +127,13 @@ def test_what_is_no_power_of_two_is_refused():
         reach(DilatedPattern((6, 64), (1, 2)), 64, 2, 3)
 
 
-@pytest.mark.parametrize("n", [300, 512])
-@pytest.mark.parametrize("heads", [1, 8])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_the_queries_that_are_followed_have_the_worst_among_them(n, heads, is_causal):
-    """After each layer."""
-    dense = pairs(DilatedPattern.dense(is_causal=is_causal), n, heads)
-    for speedup in (4, 20):
-        for pattern, _ in suggestions(n, heads, dense / speedup, is_causal=is_causal):
-            allowed = [query + 1 if is_causal else n for query in range(n)]
-            layers = list(islice(heard_of(pattern, n, heads), 8))
-            shares = [
-                min(c / may for c, may in zip(counts, allowed, strict=True)) for counts in layers
-            ]
-            assert reach(pattern, n, heads, 8) == pytest.approx(shares)
-            assert len(queries_to_follow(pattern, n, heads)) < n
-
-
 def test_a_long_sequence_is_answered_at_once(capsys):
     """Catches sets with a bit for each position: this took minutes."""
-    assert cli.main(split("suggest --seq-len 1G --heads 12 --speedup 50 --json")) == 0
-    assert len(json.loads(capsys.readouterr().out)["suggestions"]) > 1
+    found = suggested(capsys, "--seq-len 1G --heads 12 --speedup 50")
+    assert len(found["suggestions"]) > 1
 
 
 def test_more_layers_than_can_add_anything_take_no_longer():
     pattern = DilatedPattern((64, 1024), (1, 16))
     few, many = (reach(pattern, 2**14, 4, num_layers) for num_layers in (60, 10_000))
     assert many == (*few, *[few[-1]] * 9_940)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_no_rate_above_the_heads_is_picked_while_a_candidate_within_them_fits(seed, capsys):
-    """The study of what is learnt: positions that no head takes are recalled by chance (docs/learning.md)."""
-    rng = random.Random(seed)
-    heads, speedup = rng.choice([1, 2, 4, 16]), rng.choice([2, 6, 20])
-    sizes = f"--seq-len {rng.choice([2048, 4096, 5000])} --heads {heads} --layers 2"
-    argv = f"suggest {sizes} --speedup {speedup}".split()
-    assert cli.main([*argv, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["suggestions"]
-    are_within = [max(row["dilation_rates"]) <= heads for row in rows]
-    assert [row["all_read"] for row in rows] == are_within == sorted(are_within, reverse=True)
-    assert cli.main(argv) == 0
-    first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("Take 1, ") == are_within[0]
-    assert first.startswith("The budget forces a rate above the number of heads") == (
-        not are_within[0]
-    )
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--speedup", "0.5"], "--speedup must be at least 1"),
-        (["--speedup", "1e9"], "every pattern that was tried needs more work"),
-        (["--speedup", "2", "--layers", "1e15"], "--layers: must be at most 10,000"),
-        (
-            ["--speedup", "2", "--seq-len", "1e40"],
-            "--seq-len: must be at most 17,592,186,044,416",
-        ),
-    ],
-)
-def test_bad_budgets_and_numbers_are_refused(more, message, capsys):
-    assert cli.main(["suggest", "--seq-len", "4Ki", "--heads", "4", *more]) == 2
-    assert message in capsys.readouterr().err

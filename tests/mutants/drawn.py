@@ -333,6 +333,6 @@ MUTANTS = (
         "commands/suggest.py",
         'add("--layers", type=within(1, MOST_LAYERS), default=12, metavar="L", help=layers)',
         'add("--layers", type=within(1, MOST_LAYERS), default=11, metavar="L", help=layers)',
-        ("tests/commands/test_suggest_command.py",),
+        ("tests/forecast/test_suggest.py",),
     ),
 )
