@@ -60,11 +60,3 @@ def test_the_picked_ranks_hold_as_much_as_any():
         for rank in range(job.num_ranks)
     ]
     assert max(weights[rank] for rank in picked) >= 0.98 * max(weights)
-
-
-def test_the_time_of_many_ranks_is_not_modelled():
-    job = random_job(random.Random(1), 80)
-    hardware, sizes = Hardware(1e10, 1e8), Sizes(1, 16, 4)
-    figures = forecast(job, Exchange(), sizes, kernel="cpu", hardware=hardware)
-    assert figures.step is None
-    assert len(figures.ranks) < 20

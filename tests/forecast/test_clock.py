@@ -2,10 +2,11 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Condition
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
+from drawn import patterns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import TimedKernel
@@ -90,12 +91,7 @@ def test_nothing_faster_is_slower(data):
     """Catches an order of messages that depends on who is fast, as in queues that take what comes first."""
     num_ranks, length = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([2, 4, 7]))
     seq_len = num_ranks * length
-    lengths = st.sampled_from([3, length, 2 * length, 3 * length + 1, seq_len])
-    pattern = DilatedPattern(
-        data.draw(st.lists(lengths, min_size=2, max_size=2)),
-        data.draw(st.lists(st.integers(1, 5), min_size=2, max_size=2)),
-        is_causal=data.draw(st.booleans()),
-    )
+    pattern = data.draw(patterns(2, longest=seq_len, highest_rate=5))
     plans = plans_of(
         pattern, seq_len, num_ranks, data.draw(st.sampled_from(WITHOUT_DOCUMENTS)), (2, 1)
     )
@@ -117,96 +113,84 @@ def test_plans_of_different_jobs_are_noticed():
         model_step(plans, Sizes(1, 1, 4), Hardware(1, 1))
 
 
-class Clock:
-    """A rank's virtual time, and what of it was computing and waiting."""
+class VirtualRank:
+    """A rank's virtual time, and what of it was computing and waiting. It takes the executor's real tensors to the
+    model's network. What they hold is not looked at."""
 
     now = computing = exposed = 0.0
+
+    def __init__(self, number, network, turn, flops_per_second):
+        self.number, self.network, self.turn = number, network, turn
+        self.flops_per_second = flops_per_second
 
     def wait_until(self, moment):
         self.exposed += max(0, moment - self.now)
         self.now = max(self.now, moment)
 
-
-class VirtualPending(NamedTuple):
-    link: "VirtualLink"
-    sides: list[Side]
-
-    def wait(self):
-        for side in self.sides:
-            with self.link.turn:
-                assert self.link.turn.wait_for(lambda side=side: side.done is not None, timeout=30)
-            self.link.clock.wait_until(side.done)
-
-
-class VirtualLink(NamedTuple):
-    """Takes the executor's real tensors to the model's network. What they hold is not looked at."""
-
-    rank: int
-    clock: Clock
-    network: Network
-    turn: Condition
-
-    def carry_apart(self, sends, receives, moment):
-        for x, _ in receives:
-            x.zero_()
-        now = self.clock.now
-        sides = [[Side(m.peer, x.nbytes, now) for x, m in some] for some in (sends, receives)]
-        with self.turn:
-            posted = self.network.post(self.rank, *sides)
-            self.turn.notify_all()
-        return [VirtualPending(self, some) for some in posted]
-
-    def carry(self, sends, receives, moment):
-        sent, received = self.carry_apart(sends, receives, moment)
-        return VirtualPending(self, [*sent.sides, *received.sides])
-
-
-def computing(clock, hardware):
-    """For TimedKernel: a call takes its FLOPs, counted from the tensors."""
-
-    def take(q, k, is_causal, products):
+    def take(self, q, k, is_causal, products):
+        """For TimedKernel: a call takes its FLOPs, counted from the tensors."""
         batch, num_heads, rows, head_dim = q.shape
         pairs = rows * (rows + 1) // 2 if is_causal else rows * k.shape[2]
-        flops = products * 2 * head_dim * batch * num_heads * pairs
-        clock.now += flops / hardware.flops_per_second
-        clock.computing += flops / hardware.flops_per_second
+        seconds = products * 2 * head_dim * batch * num_heads * pairs / self.flops_per_second
+        self.now += seconds
+        self.computing += seconds
 
-    return take
+    def post(self, sends, receives):
+        for x, _ in receives:
+            x.zero_()
+        sides = [[Side(m.peer, x.nbytes, self.now) for x, m in some] for some in (sends, receives)]
+        with self.turn:
+            posted = self.network.post(self.number, *sides)
+            self.turn.notify_all()
+        return posted
+
+    def pending(self, sides):
+        def wait():
+            for side in sides:
+                with self.turn:
+                    assert self.turn.wait_for(lambda side=side: side.done is not None, timeout=30)
+                self.wait_until(side.done)
+
+        return SimpleNamespace(wait=wait)
+
+    def carry_apart(self, sends, receives, moment):
+        return [self.pending(sides) for sides in self.post(sends, receives)]
+
+    def carry(self, sends, receives, moment):
+        sent, received = self.post(sends, receives)
+        return self.pending([*sent, *received])
+
+
+def carry_out(rank, plan, stage):
+    """The executor. Two batch entries, and 16-bit keys whose gradients travel in 32."""
+    query, key = (
+        torch.zeros(2, plan.num_rows, num_heads, 4, dtype=torch.bfloat16)
+        for num_heads in (plan.num_heads, plan.num_kv_heads)
+    )
+    means = ExecutorOptions(TimedKernel(rank.take), 1.0, rank)
+    if stage == "forward":
+        executor.forward(RankPlan(plan, None), means, query, key, key)
+    else:
+        rows = BackwardRows(query, None, query, key, key, query, torch.zeros(query.shape[:3]))
+        executor.backward(RankPlan(plan, None), means, rows)
 
 
 def run_programs(plans, hardware):
-    """The executor of every rank, each in a thread: seconds of each stage, computing and exposed.
-
-    Two batch entries, and 16-bit keys whose gradients travel in 32.
-    """
-    clocks, turn, network = [Clock() for _ in plans], Condition(), Network(len(plans), hardware)
-
-    def carry_out(plan, stage):
-        clock = clocks[plan.rank]
-        query, key = (
-            torch.zeros(2, plan.num_rows, num_heads, 4, dtype=torch.bfloat16)
-            for num_heads in (plan.num_heads, plan.num_kv_heads)
-        )
-        link = VirtualLink(plan.rank, clock, network, turn)
-        means = ExecutorOptions(TimedKernel(computing(clock, hardware)), 1.0, link)
-        if stage == "forward":
-            executor.forward(RankPlan(plan, None), means, query, key, key)
-        else:
-            rows = BackwardRows(query, None, query, key, key, query, torch.zeros(query.shape[:3]))
-            executor.backward(RankPlan(plan, None), means, rows)
-
+    """The executor of every rank, each in a thread: seconds of each stage, computing and exposed."""
+    network, turn = Network(len(plans), hardware), Condition()
+    ranks = [VirtualRank(i, network, turn, hardware.flops_per_second) for i in range(len(plans))]
     start, seconds = 0.0, []
     with ThreadPoolExecutor(len(plans)) as pool:
         for stage in ("forward", "backward"):
-            for clock in clocks:
-                clock.now = start
-                clock.wait_until(start + hardware.handshake(len(plans)))
-            list(pool.map(carry_out, plans, [stage] * len(plans)))
-            seconds.append([clock.now - start for clock in clocks])
-            start = max(clock.now for clock in clocks)
+            for rank in ranks:
+                rank.now = start
+                rank.wait_until(start + hardware.handshake(len(plans)))
+            list(pool.map(carry_out, ranks, plans, [stage] * len(plans)))
+            seconds.append([rank.now - start for rank in ranks])
+            start = max(rank.now for rank in ranks)
     return [
-        RankTime(*spent, clock.computing, clock.exposed)
-        for *spent, clock in zip(*seconds, clocks, strict=True)
+        RankTime(*spent, rank.computing, rank.exposed)
+        for *spent, rank in zip(*seconds, ranks, strict=True)
     ]
 
 

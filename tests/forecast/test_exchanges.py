@@ -9,33 +9,34 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.step import Sizes
 
 DENSE = PlannedCall(DilatedPattern.dense(is_causal=True), 4096, 4, 8, 8, Sizes(1, 16, 4))
+HARDWARE = Hardware(1e10, 1e9)
+HOSTS_OF_TWO = HARDWARE._replace(gpus_per_host=2, host_bytes_per_second=1e10)
 
 
-def test_all_ways_are_compared_by_time():
-    rows = alternatives(DENSE, Hardware(1e10, 1e9))
+@pytest.mark.parametrize(
+    ("changes", "hardware", "more"),
+    [
+        ({}, HARDWARE, {"all_to_all", "2-D, 2 deal heads"}),
+        ({"num_ranks": 8}, HARDWARE, {"all_to_all", "2-D, 4 deal heads"}),
+        ({"num_ranks": 8}, HOSTS_OF_TWO, {"all_to_all", "2-D, 2 deal heads"}),
+        ({"num_kv_heads": 2}, HARDWARE, {"2-D, 2 deal heads"}),
+        ({"num_heads": 9, "num_kv_heads": 3}, None, set()),
+    ],
+)
+def test_all_ways_are_compared_by_time(changes, hardware, more):
+    """Those that are possible. Heads are dealt within a host. Without hardware balance decides."""
+    call = DENSE._replace(**changes)
+    rows = alternatives(call, hardware)
     assert {(str(row.exchange), row.sharding) for row in rows} == {
         (exchange, sharding)
-        for exchange in ("ring", "all_gather", "all_to_all", "2-D, 2 deal heads")
+        for exchange in ("ring", "all_gather", *more)
         for sharding in ("contiguous", "zigzag")
     }
-    seconds = [row.figures.seconds for row in rows]
-    assert seconds == sorted(seconds)
+    order = [row.figures.seconds if hardware else -row.figures.balance for row in rows]
+    assert order == sorted(order)
     for row in rows:
-        job = DENSE.job(row.sharding, row.exchange.inner)
-        assert row.figures == forecast(job, row.exchange, DENSE.sizes, hardware=Hardware(1e10, 1e9))
-
-
-def test_ways_that_are_impossible_are_left_out():
-    rows = alternatives(DENSE._replace(num_kv_heads=2), Hardware(1e10, 1e9))
-    assert {str(row.exchange) for row in rows} == {"ring", "all_gather", "2-D, 2 deal heads"}
-    rows = alternatives(DENSE._replace(num_heads=9, num_kv_heads=3), Hardware(1e10, 1e9))
-    assert {str(row.exchange) for row in rows} == {"ring", "all_gather"}
-
-
-def test_without_hardware_ways_are_compared_by_balance():
-    rows = alternatives(DENSE, None)
-    balances = [row.figures.balance for row in rows]
-    assert balances == sorted(balances, reverse=True)
+        job = call.job(row.sharding, row.exchange.inner)
+        assert row.figures == forecast(job, row.exchange, call.sizes, hardware=hardware)
 
 
 def test_a_better_exchange_is_named():
@@ -49,10 +50,3 @@ def test_a_better_exchange_is_named():
     assert best.figures.seconds < 0.6 * figures.seconds
     assert better(best.figures, rows) == ""
     assert better(figures, []) == ""
-
-
-@pytest.mark.parametrize("hosts", [{}, {"gpus_per_host": 2, "host_bytes_per_second": 1e10}])
-def test_heads_are_dealt_within_a_host(hosts):
-    rows = alternatives(DENSE._replace(num_ranks=8), Hardware(1e10, 1e9, **hosts))
-    dealt = {row.exchange.inner for row in rows if row.exchange.inner > 1}
-    assert dealt == ({2} if hosts else {4})
