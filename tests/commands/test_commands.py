@@ -16,7 +16,7 @@ import pytest
 from full_disk import on_a_full_disk
 
 import ring_dilated_attention
-from ring_dilated_attention.commands import cli, terminal
+from ring_dilated_attention.commands import cli, local_ranks, terminal
 from ring_dilated_attention.training.files import check_mine
 
 PLAN = split("plan --seq-len 4096 --ranks 3 --segment-lengths 4096 --dilation-rates 1")
@@ -30,12 +30,6 @@ def without_extra(monkeypatch):
     importlib.import_module("torch")  # which looks for numpy itself, once
     for name in EXTRA:
         monkeypatch.setitem(sys.modules, name, None)
-
-
-def test_the_version(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--version"])
-    assert capsys.readouterr().out == f"rda {ring_dilated_attention.__version__}\n"
 
 
 def test_help_and_version_need_no_torch():
@@ -92,29 +86,21 @@ def test_every_command_names_the_extra_that_brings_rich(name, capsys, monkeypatc
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
-        ("rda PLAN >/dev/full", 2, "rda plan: No space left on device\n"),
+        ("rda --help >/dev/full", 2, "rda: No space left on device\n"),
         ("rda PLAN <&- 2>&-", 0, ""),
         # catches 120, Python's code for what is left in a stream's buffer
-        ("env -u PYTHONUNBUFFERED rda suggest --seq-len x 2>/dev/full", 2, ""),
-        # catches letters in what is printed; those of a user's path are shown by number
-        (
-            "PYTHONIOENCODING=ascii rda PLAN --seq-len 64 --picture B\u00fccher.png",
-            0,
-            "B\\xfccher.png",
-        ),
-        ("rda PLAN | sleep 0", 141, ""),
+        ("rda nothing 2>/dev/full", 2, ""),
+        ("(sleep 1; rda --help) | true", 141, ""),
     ],
 )
-def test_streams_of_a_shell(line, code, said, tmp_path):
+def test_streams_of_a_shell(line, code, said):
     """Catches a traceback of a stream that is full, closed or not read, and a result that another stream spoils."""
     line = line.replace("rda", shlex.join(RDA)).replace("PLAN", shlex.join(PLAN))
     words = ["bash", "-o", "pipefail", "-c", line]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert ended.returncode == code
-    assert said in ended.stderr  # on a slow machine beside progress
-    assert "Traceback" not in ended.stderr
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    ended = subprocess.run(words, env=buffered, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (code, said)
     assert ended.stdout.startswith("branch 0 (w=4096, r=1)") == (code == 0)
-    assert "\\" not in ended.stdout
 
 
 def test_a_sentence_for_a_full_stderr_does_not_hide_an_unread_stdout(monkeypatch):
@@ -169,24 +155,73 @@ def test_what_is_held_back_comes_at_the_end():
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_nothing_of_somebody_else_is_overwritten(tmp_path, monkeypatch, capsys):
+MODEL = split("plan model --layers 3 --embed-dim 64 --heads 4 --seq-len 8Ki --window 16")
+SUGGEST = split("suggest --seq-len 4Ki --heads 4 --speedup")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("plan --batch=--", "--batch=--: -- is no value"),  # for argparse it is an empty list
+        ("plan --ranks 4", "the following arguments are required: --seq-len"),
+        (
+            "plan --seq-len 4Ki",
+            "missing --segment-lengths and --dilation-rates, or --window: rda s",
+        ),
+        (
+            "plan --seq-len 4Ki --segment-lengths 8",
+            "dilation_rates is empty. Give one entry per br",
+        ),
+        ("PLAN --hardware h100 --memory 80", "--memory 80.0 must be from 1e+06 to 1e+15 bytes"),
+        ("PLAN --hardware h100 --latency 4", "--latency 4.0 must be from 0 to 0.1 seconds"),
+        ("PLAN --hardware h100 --bandwidth 50", "--bandwidth 50.0 must be from 1e+06 to 1e+14"),
+        ("PLAN --bandwidth 1e9", "give --hardware too"),
+        (f"PLAN --seq-len {2**63 - 1}", f"must be at most 17,592,186,044,416, got {2**63 - 1}"),
+        ("PLAN --ranks 2Mi", "argument --ranks: must be at most 1,048,576, got 2097152"),
+        ("PLAN --sharding zigzag_documents", "needs --documents"),
+        ("PLAN --documents 5 4", "--documents add up to 9"),
+        ("PLAN --picture x.png", "at most 128 positions, and --seq-len is 4,096"),
+        ("PLAN --seq-len 64 --kv-heads 5 --picture a/b.png", "cannot share 5 key/value heads"),
+        (
+            "PLAN --seq-len 64 --picture mine.png",
+            "mine.png was not made by this run of rda plan --pic",
+        ),
+        ("plan model --seq-len 8 --window 4", "a model needs --layers and --embed-dim, or --conf"),
+        ("MODEL --memory 80", "80 GB are 8e10"),
+        ("MODEL --not-causal --kv-heads 2", "a LongNetEncoder, which has no --kv-heads"),
+        ("MODEL --config nowhere", "leave out --layers, --embed-dim, --heads"),
+        ("MODEL --hardware slow.toml", "give --memory"),
+        ("plan model --seq-len 8 --window 4 --config no", "--config no: there is no such file"),
+        ("plan model --seq-len 8 --window 4 --config mine.png", "is not a valid JSON file"),
+        ("suggest", "the following arguments are required: --seq-len, --heads, --speedup"),
+        ("SUGGEST 0.5", "--speedup must be at least 1"),
+        ("SUGGEST 1e9", "none of the patterns tried has so little work"),
+        ("SUGGEST 2 --layers 1e15", "--layers: must be at most 10,000"),
+        ("SUGGEST 2 --seq-len 1e40", "--seq-len: must be at most 17,592,186,044,416"),
+        ("doctor --ranks 0", "--ranks: must be at least 1"),
+        ("doctor --ranks 1M", "--ranks: must be at most 256"),
+        ("doctor --timeout 0", "--timeout: must be at least 1, got 0"),
+        ("doctor --save new.toml", "new.toml needs two ranks or more"),
+        ("doctor --ranks 2 --save slow.toml", "slow.toml was not made by this run of rda doctor"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(line, message, tmp_path, monkeypatch, capsys):
+    """Before anything is measured or written. Catches a file or folder that is left, and one that is written over."""
     monkeypatch.chdir(tmp_path)
-    theirs = "from ring_dilated_attention import DilatedPattern\n"
-    Path("out.png").write_text(theirs)
-    assert cli.main([*PICTURES, "out.png"]) == 2
-    said = r"rda plan: out.png was not made by this run of rda plan --picture, and nothing is written over it\..*\n"
+    monkeypatch.setattr(local_ranks, "run_ranks", None)
+    theirs = {
+        "mine.png": "from ring_dilated_attention import DilatedPattern\n",
+        "slow.toml": "[hardware]\nflops_per_second = 1e11\nbytes_per_second = 1e9\n",
+    }
+    for name, text in theirs.items():
+        Path(name).write_text(text)
+    for name, words in (("PLAN", PLAN), ("MODEL", MODEL), ("SUGGEST", SUGGEST)):
+        line = line.replace(name, shlex.join(words))
+    assert cli.main(split(line)) == 2
     out, error = capsys.readouterr()
-    assert re.fullmatch(said, error), error
+    assert message in " ".join(error.split())
     assert out == ""
-    assert Path("out.png").read_text() == theirs
-
-
-def test_refused_commands_make_no_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main([*PICTURES, "a/b/out.png", "--kv-heads", "5"]) == 2
-    assert list(tmp_path.iterdir()) == []
-    assert cli.main([*PICTURES, "a/b/out.png"]) == 0
-    assert Path("a/b/out.png").exists()
+    assert {path.name: path.read_text() for path in Path().iterdir()} == theirs
 
 
 @pytest.mark.parametrize("path", ["/dev/full", "/dev/null"])

@@ -119,19 +119,17 @@ def test_one_rank_has_measured_no_network(monkeypatch, capsys):
     tasks which nobody started: Slurm's variables outside of a step."""
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    alone = one(0)
-    del alone["messages"]
-    code, out = answer(monkeypatch, capsys, "", alone)
+    code, out = answer(monkeypatch, capsys, "", one(0, messages=None))
     assert (code, out.endswith("attention in float32\nready\n")) == (0, True)
 
 
 def launched(ranks, num_ranks, more):
     """The environment of each rank, as torchrun or srun gives it."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **more}
-    names = ("RANK", "WORLD_SIZE")
+    rank_name, size_name = "RANK", "WORLD_SIZE"
     if "SLURM_STEP_ID" in more:
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-    return [place | dict(zip(names, (str(rank), str(num_ranks)), strict=True)) for rank in ranks]
+        rank_name, size_name = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
+    return [place | {rank_name: str(rank), size_name: str(num_ranks)} for rank in ranks]
 
 
 @pytest.mark.parametrize(
@@ -144,13 +142,13 @@ def launched(ranks, num_ranks, more):
 )
 def test_ranks_that_do_not_meet(ranks, num_ranks, more, why):
     """The sentence counts those who joined, or passes on what gloo says of an interface."""
-    words = split("-m ring_dilated_attention doctor --timeout 2")
+    words = split("-m ring_dilated_attention doctor --timeout 1")
     places = launched(ranks, num_ranks, more)
     started = [
         ForkedLauncher(words, Path(f"said {rank}"), place)
         for rank, place in zip(ranks, places, strict=True)
     ]
-    met = f"some of {num_ranks} ranks did not connect at 127.0.0.1:{places[0]['MASTER_PORT']} within 2 s: "
+    met = f"some of {num_ranks} ranks did not connect at 127.0.0.1:{places[0]['MASTER_PORT']} within 1 s: "
     for rank, process in zip(ranks, started, strict=True):
         said = process.end()
         assert f"rda doctor: not ready: rank {rank}: {met}" in said
@@ -170,30 +168,10 @@ def test_without_rank_0_one_sentence_is_said():
 
 
 @pytest.mark.parametrize("error", [RankFailedError("rank 1: no device"), ValueError("no device")])
-def test_the_reason_of_a_failed_rank_is_said(error, capsys, monkeypatch):
-    monkeypatch.setattr(processes, "run_ranks", mock.Mock(side_effect=error))
-    assert cli.main(split("doctor --ranks 2")) == 1
+def test_the_reason_of_a_failed_rank_is_said(error, capsys):
+    with mock.patch.object(processes, "run_ranks", side_effect=error):
+        assert cli.main(split("doctor --ranks 2")) == 1
     assert capsys.readouterr().err == f"rda doctor: not ready: {error}\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--ranks 0", "--ranks: must be at least 1"),
-        ("--ranks 1M", "--ranks: must be at most 256"),
-        ("--timeout 0", "--timeout: must be at least 1, got 0"),
-        ("--save new.toml", "new.toml needs two ranks or more"),
-        ("--ranks 2 --save mine.toml", "mine.toml was not made by this run of rda doctor"),
-    ],
-)
-def test_bad_requests_are_refused(words, message, monkeypatch, capsys):
-    """Before anything is measured or written."""
-    monkeypatch.setattr(processes, "run_ranks", None)
-    Path("mine.toml").write_text("[hardware]\n")
-    assert cli.main(["doctor", *words.split()]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-    assert Path("mine.toml").read_text() == "[hardware]\n"
-    assert os.listdir() == ["mine.toml"]
 
 
 def test_ranks_of_a_launcher_are_not_started_again(monkeypatch, capsys):

@@ -4,7 +4,6 @@ import argparse
 
 import pytest
 
-from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.arguments import amount, count
 from ring_dilated_attention.commands.console import scaled
 from ring_dilated_attention.forecast.clock import time_text
@@ -47,34 +46,3 @@ def test_what_no_float_holds_is_refused_at_once(kind, text):
 )  # fmt: skip
 def test_quantities_are_shown_with_their_unit(found, text):
     assert found == text
-
-
-@pytest.mark.parametrize(
-    "argv", [["plan", "--batch=--"], ["doctor", "--timeout=--"], ["train", "--steps=--"]]
-)
-def test_two_dashes_are_no_value(argv, capsys):
-    """Catches argparse's empty list in the place of a number, and the traceback that follows."""
-    assert cli.main(argv) == 2
-    assert capsys.readouterr().err == f"rda {argv[0]}: {argv[1]}: -- is no value\n"
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("plan --ranks 4", "the following arguments are required: --seq-len\n"),
-        (
-            "plan --seq-len 4Ki",
-            "missing --segment-lengths and --dilation-rates, or --window: rda s",
-        ),
-        (
-            "plan --seq-len 4Ki --segment-lengths 8",
-            "dilation_rates is empty. Give one entry per br",
-        ),
-        ("plan model --seq-len 8 --window 4", "a model needs --layers and --embed-dim, or --conf"),
-        ("suggest", "the following arguments are required: --seq-len, --heads, --speedup\n"),
-    ],
-)
-def test_what_is_missing_is_said_at_once(argv, message, capsys):
-    """In one sentence; and where to get a pattern."""
-    assert cli.main(argv.split()) == 2
-    assert message in capsys.readouterr().err

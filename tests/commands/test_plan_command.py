@@ -18,18 +18,13 @@ from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.reference import multiplicity
 
 PLAN = split("plan --seq-len 8Ki --segment-lengths 1Ki 8Ki --dilation-rates 1 8 --causal")
-MODEL = split("plan model --layers 3 --embed-dim 64 --heads 4 --seq-len 8Ki")
-MODEL += split("--segment-lengths 1Ki 8Ki --dilation-rates 1 4")
+MODEL = "plan model --layers 3 --embed-dim 64 --heads 4 --segment-lengths 1Ki 8Ki"
+MODEL += " --dilation-rates 1 4 --seq-len 8Ki"
 
 
 def printed(capsys, *argv):
     assert cli.main(list(argv)) == 0
     return capsys.readouterr().out
-
-
-def refused(capsys, *argv):
-    assert cli.main(list(argv)) == 2
-    return capsys.readouterr().err
 
 
 @pytest.fixture
@@ -63,92 +58,55 @@ def test_the_figures_are_the_forecasts(exchange, slow, capsys):
         assert re.search("^" + " +".join(cells), out, flags=re.MULTILINE)
 
 
+DENSE = "plan --seq-len 8Ki --segment-lengths 8Ki --dilation-rates 1 --hardware h100 --ranks"
+
+
 @pytest.mark.parametrize(
-    ("ranks", "said"),
+    ("line", "said", "then"),
     [
-        (128, "a rank holds at most about "),
-        (128, "(128 ranks; shown are those that stand out)"),
-        # Those of four hosts: h100 has a second network inside hosts of 8.
+        (f"{DENSE} 128", "(128 ranks; shown are those that stand out)", "holds at most about "),
+        # those of four hosts: h100 has a second network inside hosts of 8
+        (f"{DENSE} 32", "latency_seconds 4e-06, call_seconds 0, gpus_per_host 8, host", "modelled"),
+        ("MODEL --gpus 4", "No sharing of sequences is needed: each of 4 GPUs", "a LongNetLM of "),
+        ("MODEL --not-causal", "One GPU is enough", "a LongNetEncoder of "),
         (
-            32,
-            "bytes_per_second 4e+10, latency_seconds 4e-06, call_seconds 0, gpus_per_host 8, host",
+            "MODEL --seq-len 16Ki --memory 50M --gpus 2",
+            "GPUs share each sequence, by ",
+            "LongNetLM",
+        ),
+        (
+            "MODEL --seq-len 16Ki --memory 20M --gpus 2",
+            "It does not fit on 2 x 20.0 MB",
+            "the least",
         ),
     ],
 )
-def test_many_ranks_are_about(ranks, said, capsys):
-    dense = split(f"--seq-len 8Ki --segment-lengths 8Ki --dilation-rates 1 --ranks {ranks}")
-    out = " ".join(printed(capsys, "plan", *dense, "--hardware", "h100").split())
-    assert said in out
-    assert ("modelled step" in out) == (ranks <= 64)
+def test_the_answer_in_words(line, said, then, capsys):
+    out = " ".join(printed(capsys, *line.replace("MODEL", MODEL).split()).split())
+    assert then in out.partition(said)[2]
+    assert ("modelled step" in out) == line.endswith(" 32")  # not for more than 64 ranks
+
+
+def planned(capsys, line):
+    return json.loads(printed(capsys, *PLAN, *line.split(), "--json"))
 
 
 def test_documents_reach_the_plan(capsys):
-    argv = [*PLAN, *split("--ranks 2 --documents 5000 3192 --json")]
-    rows = json.loads(printed(capsys, *argv))["alternatives"]
+    rows = planned(capsys, "--ranks 2 --documents 5000 3192")["alternatives"]
     assert {row["sharding"] for row in rows} == {"contiguous", "zigzag", "zigzag_documents"}
 
 
-@pytest.mark.parametrize(
-    ("words", "more", "message"),
-    [
-        (PLAN, "--hardware h100 --memory 80", "--memory 80.0 must be from 1e+06 to 1e+15 bytes"),
-        (PLAN, "--hardware h100 --latency 4", "--latency 4.0 must be from 0 to 0.1 seconds"),
-        (PLAN, "--hardware h100 --bandwidth 50", "--bandwidth 50.0 must be from 1e+06 to 1e+14"),
-        (PLAN, "--bandwidth 1e9", "give --hardware too"),
-        (PLAN, f"--seq-len {2**63 - 1}", f"must be at most 17,592,186,044,416, got {2**63 - 1}"),
-        (PLAN, "--ranks 2Mi", "argument --ranks: must be at most 1,048,576, got 2097152"),
-        (PLAN, "--sharding zigzag_documents", "needs --documents"),
-        (PLAN, "--documents 5 4", "--documents add up to 9"),
-        (PLAN, "--picture x.png", "at most 128 positions, and --seq-len is 8,192"),
-        (MODEL, "--memory 80", "80 GB are 8e10"),
-        (MODEL, "--not-causal --kv-heads 2", "a LongNetEncoder, which has no --kv-heads"),
-        (MODEL, "--config nowhere", "leave out --layers, --embed-dim, --heads"),
-        (MODEL, "--hardware SLOW", "give --memory"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(words, more, message, slow, capsys):
-    line = more.replace("SLOW", slow).split()
-    assert message in " ".join(refused(capsys, *words, *line).split())
-
-
-def test_the_kernel_and_the_dtype_are_those_of_the_hardware(slow, capsys):
-    lines = ["", "--hardware h100", f"--hardware {slow}"]
-    _, h100, slow = made = [
-        json.loads(printed(capsys, *PLAN, *line.split(), "--json")) for line in lines
-    ]
-    assert [plan["kernel"] for plan in made] == ["cpu", "sdpa", "cpu"]
+def test_hardware_and_its_options_reach_the_plan(slow, capsys):
+    """Its kernel and dtype. A bandwidth, or a latency, replaces those of all networks."""
+    lines = ("", "--hardware h100", f"--hardware {slow}")
+    _, h100, slow = plans = [planned(capsys, line) for line in lines]
+    assert [plan["kernel"] for plan in plans] == ["cpu", "sdpa", "cpu"]
     assert slow["peak_bytes"] > h100["peak_bytes"]
-
-
-def test_a_bandwidth_replaces_that_of_all_networks(capsys):
-    argv = [*PLAN, "--ranks", "8", "--hardware", "h100", "--json"]
-    given = json.loads(printed(capsys, *argv, "--bandwidth", "1G"))["hardware"]
+    given = planned(capsys, "--ranks 8 --hardware h100 --bandwidth 1G")["hardware"]
     assert given["bytes_per_second"] == 1e9
     assert "host_bytes_per_second" not in given
-    late = json.loads(printed(capsys, *argv, "--latency", "1e-5"))["hardware"]
+    late = planned(capsys, "--ranks 8 --hardware h100 --latency 1e-5")["hardware"]
     assert late["latency_seconds"] == late["host_latency_seconds"] == 1e-5
-
-
-def test_all_meshes_are_ranked(capsys):
-    made = json.loads(printed(capsys, *MODEL, "--gpus", "4", "--json"))
-    meshes = [(row["mesh"]["data"], row["mesh"]["sequence"]) for row in made["meshes"]]
-    assert sorted(meshes) == [(1, 4), (2, 2), (4, 1)]
-    assert made["kernel"] == "sdpa"
-
-
-def test_the_first_line_is_the_answer(capsys):
-    for more, said in (
-        (
-            "--gpus 4",
-            "No sharing of sequences is needed: each of 4 GPUs trains on sequences of its",
-        ),
-        ("--not-causal", "One GPU is enough"),
-        ("--seq-len 1Mi --memory 1G --gpus 8", "GPUs share each sequence, by "),
-        ("--seq-len 1Mi --memory 20M --gpus 2", "It does not fit on 2 x 20.0 MB: the least, mesh "),
-    ):
-        out = " ".join(printed(capsys, *MODEL, *more.split()).split())
-        assert said in out
-        assert "a LongNetEncoder of" in out if "not" in more else "a LongNetLM of" in out
 
 
 @pytest.mark.parametrize(
@@ -166,8 +124,8 @@ def test_cells_of_a_picture_are_the_definition(pattern):
 
 
 def test_pictures_are_made(tmp_path, capsys):
-    picture = tmp_path / "new.png"
-    printed(capsys, *PLAN, "--seq-len", "32", "--picture", str(picture))
+    picture = tmp_path / "folder" / "B\u00fccher.png"
+    assert printed(capsys, *PLAN, "--seq-len", "32", "--picture", str(picture)).isascii()
     assert imread(picture).std() > 0.1
 
 
@@ -211,9 +169,6 @@ def test_a_model_of_a_config(tmp_path, capsys):
     fields["attn_implementation"] = "dilated"  # as a model with a pattern saves it
     path = tmp_path / "config.json"
     words = [*split("plan model --seq-len 256 --window 16 --config"), str(path)]
-    assert f"--config {path}: there is no such file" in refused(capsys, *words)
-    path.write_text("{")
-    assert "is not a valid JSON file" in refused(capsys, *words)
     path.write_text(json.dumps(fields))
     out = " ".join(printed(capsys, *words).split())
     assert "transformers' llama of " in out
