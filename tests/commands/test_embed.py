@@ -11,7 +11,6 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from full_disk import on_a_full_disk
 from pages import block
 from torchscale_cases import TINY, fill, waves
 
@@ -175,10 +174,7 @@ def device_is_full():
     ("allocate", "message"),
     [
         (device_is_full, "Tried to allocate 9 GiB"),
-        (
-            lambda: torch.empty(2**50),
-            "can't allocate memory: you tried to allocate 4503599627370496 bytes",
-        ),
+        (lambda: torch.empty(2**50), "can't allocate memory: you tried to allocate 45035996"),
         (lambda: bytearray(2**60), "MemoryError"),
     ],
     ids=["cuda", "cpu", "python"],
@@ -229,7 +225,6 @@ def test_a_file_that_states_another_tile_size(suffix, capsys):
         ("encoder.txt", "encoder.txt holds no slides: files that end in .h5"),
         (f"{A} other/a.npz", "would both be called 'a'"),
         (f"{A} --weights other.pth", "other.pth does not hold a published slide encoder's"),
-        (f"{A} --device no", "--device no cannot be used: "),
         (f"{A} --device meta", "--device meta cannot be used: "),
         (f"{A} --device cuda:99", "--device cuda:99 cannot be used: "),
     ],
@@ -312,14 +307,6 @@ def test_a_slide_that_changed_stops_no_other(capsys):
     assert output.out.startswith("slides embedded: 1; there already: 2")
     assert Path("out/a.npy").read_bytes() == before
     assert embeddings().keys() == {"a", "b", "c"}
-
-
-def test_a_disk_that_is_full_is_a_sentence():
-    """And leaves no embedding that is cut short."""
-    code, error = on_a_full_disk(450, embed, f"{C} --layer all")
-    assert code == 2
-    assert error.rstrip().endswith("rda embed: out/c.npy: File too large")
-    assert os.listdir("out") == ["settings.json"]
 
 
 def test_the_page_reads_the_folder(capsys):

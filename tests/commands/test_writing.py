@@ -80,43 +80,40 @@ def test_generate_writes_what_the_model_draws(folder, capsys):
 
 
 class Terminal(io.StringIO):
-    def __init__(self, is_terminal):
-        super().__init__()
-        self.isatty, self.shown = (lambda: is_terminal), []
+    shown = ()
 
     def flush(self):
-        if self.getvalue() not in ["", *self.shown]:
-            self.shown.append(self.getvalue())
+        if self.getvalue() not in ("", *self.shown):
+            self.shown += (self.getvalue(),)
 
 
-def written_to(file, content, monkeypatch):
-    """By `rda generate`, from a model that writes these bytes."""
+WITH_AN_ESCAPE = b"a\x1b[31m\t\nb\x07"
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "content", "shown"),
+    [
+        (False, "aé€😀".encode(), ("a", "aé", "aé€", "aé€😀")),
+        # no character; and the beginning of one that never ends
+        (False, b"a\xff\xe2\x82", ("a\ufffd\ufffd",)),
+        (True, WITH_AN_ESCAPE, ("a\ufffd[31m\t\nb\ufffd",)),
+        (False, WITH_AN_ESCAPE, (WITH_AN_ESCAPE.decode(),)),
+    ],
+)
+def test_text_comes_in_whole_characters(is_terminal, content, shown, monkeypatch):
+    """From a model that writes these bytes. Catches half of a character, one that is held back although it is whole,
+    bytes that end the stream, and escape sequences on a terminal."""
     model = types.SimpleNamespace(
         make_caches=lambda *_, **__: [], generate=lambda *_, **__: [[byte] for byte in content]
     )
+    file = Terminal()
+    file.isatty = lambda: is_terminal
     monkeypatch.setattr(sys, "stdout", file)
     options = types.SimpleNamespace(tokens=len(content), temperature=1, seed=None)
     assert command.write(model, b"a", options) == 0
     monkeypatch.undo()
-    return file.getvalue()
-
-
-def test_text_comes_in_whole_characters(monkeypatch):
-    """Catches half of a character, one that is held back although it is whole, and bytes that end the stream."""
-    file = Terminal(False)
-    written_to(file, "aé€😀".encode(), monkeypatch)
-    assert file.shown == ["a", "aé", "aé€", "aé€😀"]
-    # no character; and the beginning of one that never ends
-    assert written_to(Terminal(False), b"a\xff\xe2\x82", monkeypatch) == "a\ufffd\ufffd"
-
-
-@pytest.mark.parametrize(
-    ("is_terminal", "expected"), [(True, "a\ufffd[31m\t\nb\ufffd"), (False, "a\x1b[31m\t\nb\x07")]
-)
-def test_a_terminal_is_left_as_it_was(is_terminal, expected, monkeypatch):
-    """Catches escape sequences of a byte-level model."""
-    content = b"a\x1b[31m\t\nb\x07"
-    assert written_to(Terminal(is_terminal), content, monkeypatch) == expected
+    file.flush()
+    assert file.shown[-len(shown) :] == shown
 
 
 def test_text_comes_from_a_file_or_a_pipe(folder, tmp_path, monkeypatch, capsys):
@@ -232,11 +229,11 @@ def test_evaluating_holds_no_more_of_a_longer_text(folder, monkeypatch):
     """Catches a cache, a list or a graph that grows with the text."""
     model = LongNetLM.from_run(folder)
     monkeypatch.setattr(scoring, "CHUNK", 50)
-    for context in (1920, 96):
+    for context in (960, 96):
         # what only the first call makes is not the text's
-        total(score(model, TEXT[:480], context))
+        total(score(model, TEXT[:240], context))
         short, long = (
             allocated(lambda n=n, context=context: total(score(model, TEXT[:n], context)))
-            for n in (480, 1920)
+            for n in (240, 960)
         )
         assert short.peak_bytes == long.peak_bytes
