@@ -9,14 +9,13 @@ as a whole, by other tests.
 import re
 import shlex
 import tomllib
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
 import api
 import pytest
 from helpers import ROOT
-from pages import PAGES, Block, blocks, text_of
+from pages import PAGES, blocks, text_of
 
 import ring_dilated_attention
 from ring_dilated_attention.commands.cli import SUBCOMMANDS, main
@@ -33,29 +32,23 @@ API = text_of("docs/api.md")
 SHOWN = api.ROW.findall(API)
 
 
-def name_of(found: Block) -> str:
+def name_of(found):
     return f"{found.page}: {found.text.splitlines()[0].strip()[:40]}"
 
 
-def commands(found: Block) -> list[str]:
+def commands(found):
     return found.text.replace("\\\n", " ").splitlines()
 
 
-@cache
-def taken_by_tests() -> set[tuple[str, str]]:
-    files = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "pages.py"]
-    return {
-        found
-        for path in files
-        for found in re.findall(r'\bblock\("([^"]+)", "([^"]+)"\)', path.read_text())
-    }
+SOURCES = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+TAKEN_BY_TESTS = re.findall(r'\bblock\("([^"]+)", "([^"]+)"\)', SOURCES)
 
 
 @pytest.mark.parametrize("found", EVERY, ids=name_of)
 def test_a_block_is_run_or_says_why_not(found):
     kind, _, said = found.mark.partition(": ")
     if kind == "block":
-        assert (found.page, said) in taken_by_tests()
+        assert (found.page, said) in TAKEN_BY_TESTS
     elif kind == "not run":
         assert len(said.split()) > 3
     elif found.language == "shell":
@@ -109,7 +102,7 @@ def test_toml_is_a_file_of_hardware(found, tmp_path):
 # Links and navigation.
 
 
-def anchors(page: str) -> set[str]:
+def anchors(page):
     """As a forge makes them of headings, and the API's names."""
     text = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
@@ -133,9 +126,8 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", "docs/reliability.md"])
 def test_tests_and_files_that_a_page_names_exist(page):
     text = text_of(page).partition("\n## With a GPU\n")[0]
-    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
-        assert f"def {name}(" in sources
+        assert f"def {name}(" in SOURCES
     saved = {found.mark.removeprefix("block: ") for found in blocks(page)}
     for path in {*re.findall(r"`([\w/]+\.py|tests/\w+)", text)} - saved:
         found = [ROOT / path, PACKAGE / path, *(ROOT / "tests").rglob(path)]

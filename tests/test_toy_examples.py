@@ -1,13 +1,15 @@
 """Examples at a toy size, in this process or on two ranks: they print what they should.
 
-slide.py runs in tests/test_gigapath_page.py, and those of models and trainers in tests/integrations/test_examples.py.
-`make examples` runs all at their size.
+Those of models and trainers run in tests/integrations/test_examples.py. `make examples` runs all at their size.
 """
 
 import contextlib
 import io
 import re
 import runpy
+import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -96,11 +98,37 @@ def test_a_code_base(tmp_path):
     assert "\ndef " in printed
 
 
+def planned_here(command, **_):
+    """In place of a process of `rda plan model`."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert cli.main(command[3:]) == 0
+    return SimpleNamespace(stdout=printed.getvalue())
+
+
+@mock.patch("subprocess.run", planned_here)
 def test_video_tokens():
     printed = output_of("video", "--frames", 20, "--patches", 16, "--embed-dim", 16)
     assert numbers(r"planned for ([\d,]+) tokens: ([\d.]+) GB", printed)[0] == 320
     loss, guess = numbers(r"loss ([\d.]+); a guess has ln 1024 = ([\d.]+)", printed)
     assert loss == pytest.approx(guess, abs=0.5)
+
+
+def test_a_slide(tmp_path, monkeypatch, capsys):
+    """It writes two files, and none over one that is there."""
+    script, files = str(EXAMPLES / "slide.py"), {"slide.npz", "slide.png"}
+    monkeypatch.setattr(sys, "argv", [script, "--folder", str(tmp_path)])
+    runpy.run_path(script, run_name="__main__")
+    assert "1,145 tiles, embedding (1, 64)" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == files
+    for name in files:
+        for path in tmp_path.iterdir():
+            path.unlink()
+        (tmp_path / name).write_text("mine")
+        with pytest.raises(SystemExit, match="2"):
+            runpy.run_path(script, run_name="__main__")
+        assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+        said = f"{name} is there already: move it away, or choose another --folder"
+        assert said in capsys.readouterr().err
 
 
 def on_a_rank(rank, world_size, backend, function, *args):
@@ -137,29 +165,32 @@ def test_slides_are_fine_tuned_on_two_ranks_as_in_one_process(tmp_path):
     assert shared == pytest.approx(expected, abs=2e-4)
 
 
-def longer(name):
-    return runpy.run_path(str(EXAMPLES / "longer.py"))[name]
+LONGER = runpy.run_path(str(EXAMPLES / "longer.py"))
 
 
 def measured_here(folder):
-    return longer("measure")(folder, [64, 128], ContextParallel())
+    return LONGER["measure"](folder, [64, 128], ContextParallel())
 
 
 def test_longer_sequences(tmp_path):
     """Of a tiny run, on one rank and on two: every length has its row, and the picture is drawn."""
-    text, folder, picture = (tmp_path / name for name in ("text.txt", "run", "longer.png"))
+    text, folder = tmp_path / "text.txt", tmp_path / "run"
     text.write_bytes(TEXT)
     options = [*TINY.split(), "--steps", "1", "--data", str(text), "--run-folder", str(folder)]
     assert cli.main(["train", *options]) == 0
-    alone = longer("measure")(folder, [64, 128], None)
-    shared, *others = on_two_ranks(measured_here, folder, backend="gloo")
-    for steps in (alone, shared, *others, *on_two_ranks(measured_here, folder)):
-        assert all(step["seconds"] > 0 for step in steps)
-        assert steps[0]["bytes"] <= steps[1]["bytes"]
-    dense = longer("measure_dense")(folder, (32, 64))
-    assert [length for length, _ in dense] == [32, 64]
+    main, words = LONGER["main"], ["--trained", str(folder), "--lengths", "64", "128"]
+    for backend in ("gloo", LIKE_NCCL):
+        shared, _ = on_two_ranks(measured_here, folder, backend=backend)
+        with (
+            mock.patch.dict(main.__globals__, measured_by_two=lambda *_, shared=shared: shared),
+            contextlib.redirect_stdout(io.StringIO()) as printed,
+        ):
+            main(words)
+        assert re.findall(r"^ +(\d+) .* \((\w+)\)$", printed.getvalue(), re.MULTILINE) == [
+            ("64", "measured"),
+            ("128", "computed"),
+        ]
+    assert imread(folder / "longer.png").std() > 0.1
     # 3 n + 2 n^2
-    dense = longer("dense_seconds")([(10, 230.0), (20, 860.0)], [10, 100])
+    dense = LONGER["dense_seconds"]([(10, 230.0), (20, 860.0)], [10, 100])
     assert dense == pytest.approx([230, 20_300])
-    longer("draw")(picture, [64, 128], alone, shared, dense)
-    assert imread(picture).std() > 0.1
