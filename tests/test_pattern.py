@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from helpers import message_of
 
 from benchmarks.scaled import scaled_down
-from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention, simulate
+from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention
 from ring_dilated_attention.attention import validate
 from ring_dilated_attention.forecast.call_cost import pairs
 from ring_dilated_attention.layers import MultiheadDilatedAttention
@@ -23,36 +23,9 @@ from ring_dilated_attention.reference import multiplicity
 LONGEST = 2**62
 
 
-@pytest.mark.parametrize(
-    "options", [None, {}, {"sharding": "zigzag"}], ids=["one device", "contiguous", "zigzag"]
-)
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("seq_len", [1, 63, 111])
-def test_one_dense_pattern_serves_every_length(seq_len, is_causal, options):
-    """Value and gradients are those of torch's attention. Catches a length that is overflowed or cut short."""
-    pattern = DilatedPattern.dense(is_causal=is_causal)
-    parallel = None if options is None else simulate.all_ranks(3, **options)
-    shapes = [(2, seq_len, heads, 8) for heads in (4, 2, 2)]
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    out = dilated_attention(*inputs, pattern, parallel=parallel)
-    heads_first = [x.transpose(1, 2) for x in inputs]
-    expected = F.scaled_dot_product_attention(
-        *heads_first, is_causal=is_causal, enable_gqa=True
-    ).transpose(1, 2)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    dout = torch.randn_like(out)
-    gradients = [torch.autograd.grad(x, inputs, dout) for x in (out, expected)]
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-
-
-def test_a_dense_segment_ends_with_its_document():
-    """Documents do not see each other, and a compiled graph takes the length as it takes any."""
-    pattern, x = DilatedPattern.dense(), torch.randn(1, 40, 2, 8)
-    borders = torch.tensor([0, 17, 40], dtype=torch.int32)
-    packed = dilated_attention(x, x, x, pattern, cu_seqlens=borders)
-    separate = [dilated_attention(rows, rows, rows, pattern) for rows in (x[:, :17], x[:, 17:])]
-    torch.testing.assert_close(packed, torch.cat(separate, dim=1))
+def test_a_compiled_graph_takes_a_dense_segment_of_any_length():
+    """Catches a length that is overflowed or cut short. (The fuzzers draw segments of whole documents.)"""
+    pattern = DilatedPattern.dense()
     compiled = torch.compile(
         lambda x: dilated_attention(x, x, x, pattern),
         fullgraph=True,
@@ -60,9 +33,9 @@ def test_a_dense_segment_ends_with_its_document():
         dynamic=True,
     )
     for n in (17, 23):
-        torch.testing.assert_close(
-            compiled(x[:, :n]), dilated_attention(x[:, :n], x[:, :n], x[:, :n], pattern)
-        )
+        x = torch.randn(1, n, 2, 8)
+        out = F.scaled_dot_product_attention(*[x.transpose(1, 2)] * 3).transpose(1, 2)
+        torch.testing.assert_close(compiled(x), out)
 
 
 def test_many_documents_without_keys():
