@@ -8,7 +8,7 @@ import sys
 HUGE, MADV_COLLAPSE = 2**21, 25  # of linux/mman.h
 
 
-def collapse() -> None:
+def collapse():
     """Let this memory lie in huge pages, where Linux can do so when asked (from 6.1 on). A fork copies the table of all
     pages, and with it a rank's start takes half the time."""
     madvise = ctypes.CDLL(None).madvise

@@ -15,13 +15,12 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, partialmethod
 from multiprocessing import forkserver, util
-from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, Self
+from multiprocessing.connection import wait
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -58,13 +57,13 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 store: dist.Store  # in a rank: the one that the test hosts
 
 
-def preload(*modules: str) -> None:
+def preload(*modules):
     """Import these installed modules once, and not in every rank. For while tests are collected: before the server."""
     _PRELOADED[-1:-1] = modules
     START.set_forkserver_preload(_PRELOADED)
 
 
-def _start_method() -> Any:
+def _start_method():
     """A process that was itself forked from the server has imported all that ranks need, and forks them: a server of
     its own would import it once more, for some seconds."""
     return (
@@ -72,19 +71,19 @@ def _start_method() -> Any:
     )
 
 
-def start_server() -> None:
+def start_server():
     """Start the server now: there is one for a process, and whoever starts a process first says what it imports."""
     forkserver.ensure_running()
 
 
-def fork_server() -> None:
+def fork_server():
     """Start the server as a copy of this process, in place of a new one: what is imported here need not be imported
     there, nor in each rank the module of its test. For a process that has tests and has run none."""
     with mock.patch.object(util, "spawnv_passfds", _fork):
         start_server()
 
 
-def _fork(_: str, words: Sequence[str], descriptors: Sequence[int]) -> int:
+def _fork(_, words, descriptors):
     """`multiprocessing.util.spawnv_passfds`, for Python's own words: python -c "..."."""
     with warnings.catch_warnings():
         # Python 3.12 warns of other threads. Here, one waits for words of pytest's.
@@ -108,7 +107,7 @@ def _fork(_: str, words: Sequence[str], descriptors: Sequence[int]) -> int:
         os._exit(0)
 
 
-def keep_open(descriptors: Collection[int]) -> None:
+def keep_open(descriptors):
     """For a process that was forked: these and its standard streams stay open. All others lead nowhere, and are not
     closed: whoever still writes to one would write to the file that gets its number."""
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -132,7 +131,7 @@ LIKE_NCCL = "cuda:gloo"  # stands in for "nccl", which is short for "cuda:nccl":
 
 
 @contextmanager
-def over_gloo() -> Iterator[None]:
+def over_gloo():
     """Where the default group is `LIKE_NCCL`, what torch itself sends goes over a gloo group, since tensors are on the
     CPU here. With NCCL it goes from card to card. What this library sends must find its own way."""
     dist.Backend._plugins.clear()  # if one is registered, torch warns at the end of such a group, and not of NCCL's
@@ -147,13 +146,7 @@ def over_gloo() -> Iterator[None]:
         yield
 
 
-def run(
-    world_size: int,
-    function: Callable[..., Any],
-    *args: Any,
-    seconds: float = 60,
-    backend: str | None = "gloo",
-) -> list[Any]:
+def run(world_size, function, *args, seconds=60, backend="gloo"):
     """function(rank, world_size, *args) on every rank; its results in the order of ranks.
 
     `function` must be importable (a module's own). Ends every process, also when a rank fails or time is up.
@@ -171,20 +164,13 @@ def run(
 class Ranks:
     """The processes of a group, for as long as the context lasts: whatever happens, none is left behind."""
 
-    def __init__(
-        self,
-        world_size: int,
-        function: Callable[..., Any],
-        *args: Any,
-        stay: bool = False,
-        backend: str | None = "gloo",
-    ) -> None:
+    def __init__(self, world_size, function, *args, stay=False, backend="gloo"):
         """stay: a rank that is done stays alive, so that the others are not told of it by its connections."""
         self.world_size, self.task = world_size, (function, args, stay, backend)
-        self.processes: list[Any] = []
-        self.pipes: list[Connection] = []
+        self.processes = []
+        self.pipes = []
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         try:
             start = _start_method()
             for rank in range(self.world_size):
@@ -204,7 +190,7 @@ class Ranks:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         for process in self.processes:
             if process.pid is not None:
                 process.kill()
@@ -212,10 +198,10 @@ class Ranks:
         for pipe in self.pipes:
             pipe.close()
 
-    def collect(self, ranks: Collection[int], seconds: float) -> dict[int, Outcome]:
+    def collect(self, ranks, seconds):
         """The outcomes of these ranks, after at most this time."""
         deadline = time.monotonic() + seconds
-        outcomes: dict[int, Outcome] = {}
+        outcomes = {}
         while missing := {self.pipes[rank]: rank for rank in ranks if rank not in outcomes}:
             ready = wait(list(missing), timeout=max(0, deadline - time.monotonic()))
             if not ready:
@@ -230,15 +216,7 @@ class Ranks:
         return outcomes
 
 
-def _rank(
-    pipe: Connection,
-    rank: int,
-    world_size: int,
-    function: Callable[..., Any],
-    args: tuple,
-    stay: bool,
-    backend: str | None,
-) -> None:
+def _rank(pipe, rank, world_size, function, args, stay, backend):
     global store
     try:
         _end_with_the_test()
@@ -260,14 +238,14 @@ def _rank(
         threading.Event().wait()
 
 
-def _meet(world_size: int) -> None:
+def _meet(world_size):
     """Wait until every rank has made the group: one that leaves earlier closes connections that others still make."""
     if store.add("number of ranks that have met", 1) == world_size:
         store.set("all ranks have met", "")
     store.wait(["all ranks have met"])
 
 
-def _end_with_the_test() -> None:
+def _end_with_the_test():
     """Should the test be killed, its end of a pipe closes, and Linux kills this process, be it stopped or stuck."""
     parent = multiprocessing.parent_process()
     if sys.platform == "linux" and parent is not None:

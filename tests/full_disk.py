@@ -8,16 +8,11 @@ import os
 import resource
 import sys
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any
 
 from distributed import START
 
 
-def on_a_full_disk(
-    num_bytes: int, function: Callable[..., Any], *args: Any, seconds: float = 60
-) -> tuple[Any, str]:
+def on_a_full_disk(num_bytes, function, *args, seconds=60):
     """What function(*args) returned, and what it and its processes wrote to stderr, where no file may grow beyond so
     many bytes. `function` must be importable."""
     ours, theirs = START.Pipe(duplex=False)
@@ -36,9 +31,7 @@ def on_a_full_disk(
     return value, error
 
 
-def _fill(
-    pipe: Connection, folder: str, num_bytes: int, function: Callable[..., Any], args: tuple
-) -> None:
+def _fill(pipe, folder, num_bytes, function, args):
     os.chdir(folder)
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1])

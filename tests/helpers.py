@@ -4,19 +4,14 @@ import json
 import math
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from ring_dilated_attention.commands import cli
-from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.ranks.context import ContextParallel
 from ring_dilated_attention.ranks.reshard import own_rows
 from ring_dilated_attention.reference import multiplicity
 
@@ -29,33 +24,33 @@ TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
 TINY = "--seq-len 48 --embed-dim 16 --num-heads 2 --held-out-bytes 96 --segment-lengths 8 48 --dilation-rates 1 3"
 
 
-def message_of(call: Callable, error: type[Exception] = ValueError) -> str:
+def message_of(call, error=ValueError):
     with pytest.raises(error) as caught:
         call()
     return str(caught.value)
 
 
-def rows_of(parallel: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
+def rows_of(parallel, x, dim=1):
     """This rank's rows of a whole tensor, as `shard` gives them, but without a handshake: to compare many results."""
     ranks = parallel.ranks
     return own_rows(x, ranks.shards(ranks.lengths_of(x.shape[dim]))[ranks.rank], dim)
 
 
-def relative_error(x: Tensor, exact: Tensor) -> float:
+def relative_error(x, exact):
     return ((x.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
-def randn(*shape: int) -> Tensor:
+def randn(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def make_tokens(vocab_size: int, batch: int, seq_len: int, seed: int = 1) -> Tensor:
+def make_tokens(vocab_size, batch, seq_len, seed=1):
     return torch.randint(
         0, vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(seed)
     )
 
 
-def heard_after(pattern: DilatedPattern, n: int, num_heads: int) -> Iterator[torch.Tensor]:
+def heard_after(pattern, n, num_heads):
     """By the definition: (n, n) bool, whether query i has heard of position j, after each layer."""
     sees = (multiplicity(pattern, n, num_heads).sum(0) > 0).float()
     heard = torch.eye(n)
@@ -66,15 +61,7 @@ def heard_after(pattern: DilatedPattern, n: int, num_heads: int) -> Iterator[tor
         yield heard > 0
 
 
-def heard_of(pattern: DilatedPattern, n: int, num_heads: int) -> Iterator[list[int]]:
-    """By the definition: how many positions each query has heard of after each layer."""
-    for heard in heard_after(pattern, n, num_heads):
-        yield heard.sum(1).tolist()
-
-
-def keys_seen(
-    pattern: DilatedPattern, borders: list[int], num_heads: int, is_causal: bool
-) -> list[list[Counter]]:
+def keys_seen(pattern, borders, num_heads, is_causal):
     """[head][query position] -> how often it sees each key position. Written from the definition, not from the code."""
     seen = [[Counter() for _ in range(borders[-1])] for _ in range(num_heads)]
     for b, (w, r, is_window) in enumerate(pattern.branches):
@@ -104,18 +91,16 @@ def keys_seen(
 class StopAfter:
     """Asks to stop during the given step, counted from the start of the call."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step):
         self.left = step
 
     @property
-    def requested(self) -> bool:
+    def requested(self):
         self.left -= 1
         return self.left <= 0
 
 
-def sign(
-    folder: Path, state: dict[str, Any] | None = None, *, pattern: str = "shard-*.safetensors"
-) -> None:
+def sign(folder, state=None, *, pattern="shard-*.safetensors"):
     """Make a checkpoint's digests those of the files that are there, as only somebody who means it would."""
     from ring_dilated_attention.models.saved_run import STATE_FILE, identity
     from ring_dilated_attention.training.checkpoint import signed
@@ -126,19 +111,14 @@ def sign(
     (folder / STATE_FILE).write_text(signed(files, state))
 
 
-def said_of(capsys: pytest.CaptureFixture[str]) -> str:
-    """What was printed, without the ends of lines."""
+def words(capsys, *argv):
+    """What a command prints, without the ends of lines."""
+    assert cli.main(list(argv)) == 0
     return " ".join(capsys.readouterr().out.split())
 
 
-def words(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What a command prints, without the ends of lines."""
-    assert cli.main(list(argv)) == 0
-    return said_of(capsys)
-
-
 @contextmanager
-def poisoned_memory() -> Iterator[None]:
+def poisoned_memory():
     """torch.empty gives NaN: whatever is read before it is written shows."""
     torch.use_deterministic_algorithms(True)
     try:
@@ -147,7 +127,7 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def free_port() -> str:
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])

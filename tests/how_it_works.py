@@ -1,15 +1,15 @@
 """Writes docs/how_it_works.md from the code: python tests/how_it_works.py. `test_how_it_works.py` compares."""
 
+import math
 from pathlib import Path
 
 import torch
 
 from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.kernels import cpu
-from ring_dilated_attention.plan.exchange import RankPlan, plan_exchange
+from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.program import Program, make_program
-from ring_dilated_attention.plan.rows import Rows
+from ring_dilated_attention.plan.program import make_program
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.plan.step import CallFacts
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
@@ -23,22 +23,22 @@ QUERY, HEAD = 0, 0  # whose partials are merged on the page
 DECIMALS = 4
 
 
-def rank_plan(rank: int) -> RankPlan:
-    return plan_exchange("ring", JOB, rank)
+def rank_plan(rank):
+    return plan_exchange("ring", JOB, rank).plan
 
 
-def program(rank: int, stage: str) -> Program:
-    return make_program(rank_plan(rank).plan, stage, CallFacts())
+def program(rank, stage):
+    return make_program(rank_plan(rank), stage, CallFacts())
 
 
-def gathered_program(num_ranks: int, stage: str) -> Program:
+def gathered_program(num_ranks, stage):
     """Rank 0's program where results are kept."""
     shards = make_shards("contiguous", (NUM_POSITIONS // num_ranks,) * num_ranks)
     plan = plan_exchange("ring", Job(PATTERN, shards, NUM_HEADS, NUM_HEADS), 0).plan
     return make_program(plan, stage, CallFacts(kept_rows=10**6))
 
 
-def seen(head: int) -> str:
+def seen(head):
     """A row for each query: how many branches show it each key."""
     counts = multiplicity(PATTERN, NUM_POSITIONS, NUM_HEADS)[head].long().tolist()
     lines = ["        key 0 1 2 3 | 4 5 6 7"]
@@ -50,11 +50,11 @@ def seen(head: int) -> str:
     return "\n".join(lines)
 
 
-def travelling() -> str:
+def travelling():
     """The rows in each rank's message, as global positions."""
     lines = ["| from | to | head 0 | head 1 | units |", "|---|---|---|---|---|"]
     for rank in range(NUM_RANKS):
-        plan, first = rank_plan(rank).plan, JOB.shards[rank][0].start
+        plan, first = rank_plan(rank), JOB.shards[rank][0].start
         ((rows, _),) = plan.packs
         (message,) = plan.hops[0].sends
         cells = [", ".join(str(first + row) for row in rows_of(rows, k)) for k in range(NUM_HEADS)]
@@ -64,12 +64,12 @@ def travelling() -> str:
     return "\n".join(lines)
 
 
-def rows_of(rows: Rows, k: int) -> range:
+def rows_of(rows, k):
     start = rows.first + k * rows.shift
     return range(start, start + rows.num_rows * rows.step, rows.step)
 
 
-def inputs() -> list[torch.Tensor]:
+def inputs():
     """Query, key and value (1, 8, 2, 1): small numbers that a reader can follow."""
     positions = (
         torch.arange(NUM_POSITIONS, dtype=torch.float64)
@@ -79,7 +79,7 @@ def inputs() -> list[torch.Tensor]:
     return [torch.ones_like(positions), positions / 10, positions.clone()]
 
 
-def partials() -> list[tuple[str, float, float]]:
+def partials():
     """What rank 0 computes for the query, tile by tile: of which keys, and the tile's out and lse."""
     query, key, value = inputs()
     found = []
@@ -93,39 +93,31 @@ def partials() -> list[tuple[str, float, float]]:
     return found
 
 
-def merging() -> str:
+def merging():
     """The table of merges, and the definition's answer below it."""
     lines = [
         "| tile | keys | its out | its lse | out so far | lse so far |",
         "|---|---|---|---|---|---|",
     ]
     names = ("branch (4, 1)", "branch (8, 2), own keys", "branch (8, 2), received keys")
-    out, lse = (
-        torch.zeros(1, 1, dtype=torch.float64),
-        torch.full((1,), -torch.inf, dtype=torch.float64),
-    )
+    out, lse = torch.zeros(1, 1), torch.full((1,), -torch.inf)
     for name, (keys, its_out, its_lse) in zip(names, partials(), strict=True):
-        merge_(
-            out,
-            lse,
-            torch.tensor([[its_out]], dtype=torch.float64),
-            torch.tensor([its_lse], dtype=torch.float64),
-        )
+        merge_(out, lse, torch.tensor([[its_out]]), torch.tensor([its_lse]))
         numbers = [f"{x:.{DECIMALS}f}" for x in (its_out, its_lse, out.item(), lse.item())]
         lines.append(f"| {name} | {keys} | {' | '.join(numbers)} |")
-    defined = [
+    out, lse = (
         x[0, QUERY, HEAD].item() for x in dilated_attention_reference(*inputs(), PATTERN, scale=1.0)
-    ]
+    )
     lines.append(
-        f"| the definition | all that the query sees | | | {defined[0]:.{DECIMALS}f} | {defined[1]:.{DECIMALS}f} |"
+        f"| the definition | all that the query sees | | | {out:.{DECIMALS}f} | {lse:.{DECIMALS}f} |"
     )
     return "\n".join(lines)
 
 
-def weight() -> tuple[str, str, str]:
+def weight():
     """The second merge in numbers."""
     (_, first_out, first_lse), (_, out, lse) = partials()[:2]
-    share = torch.sigmoid(torch.tensor(lse - first_lse, dtype=torch.float64)).item()
+    share = 1 / (1 + math.exp(first_lse - lse))
     return (
         f"sigmoid({lse:.4f} - {first_lse:.4f}) = {share:.4f}",
         f"{first_out:.4f} + {share:.4f} * ({out:.4f} - {first_out:.4f})",
@@ -133,13 +125,8 @@ def weight() -> tuple[str, str, str]:
     )
 
 
-def page() -> str:
+def page():
     share, mean, found = weight()
-    programs = {
-        (rank, stage): program(rank, stage)
-        for rank in range(NUM_RANKS)
-        for stage in ("forward", "backward")
-    }
     return f"""# How it works: 8 positions on 2 ranks
 
 This page follows one small call from its pattern to its numbers. `python tests/how_it_works.py` writes the page from
@@ -202,13 +189,13 @@ rows times a set of key rows, which one call of a kernel computes. `take` alloca
 Rank 0, forward:
 
 ```
-{programs[0, "forward"]}
+{program(0, "forward")}
 ```
 
 Rank 1 takes the same steps, with rank 0 as its peer:
 
 ```
-{programs[1, "forward"]}
+{program(1, "forward")}
 ```
 
 Between `post` and `wait` the messages travel, and the rank computes the two tiles whose keys are its own. The first
@@ -222,13 +209,13 @@ complete (*finished*), it sends them to the chunk's owner. The owner adds them t
 Rank 0, backward:
 
 ```
-{programs[0, "backward"]}
+{program(0, "backward")}
 ```
 
 Rank 1, backward:
 
 ```
-{programs[1, "backward"]}
+{program(1, "backward")}
 ```
 
 ## On a GPU

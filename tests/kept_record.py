@@ -2,24 +2,19 @@
 
 import json
 import sys
-from argparse import ArgumentParser
-from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
-from typing import Any, BinaryIO
 
 from ring_dilated_attention.training.files import MOST_BYTES, check_mine, json_object, write_whole
 
 ROOT = Path(__file__).parents[1]  # of the clone
 
 
-def add_record(parser: ArgumentParser) -> None:
+def add_record(parser):
     parser.add_argument("--record", type=Path, help="a file for what was found, as JSON")
 
 
-def kept_record(
-    parser: ArgumentParser, path: Path | None, case: str, script: str, **about: Any
-) -> Callable[..., None]:
+def kept_record(parser, path, case, script, **about):
     """A function that writes rows into the record, and more fields. It may be called again.
 
     The commit and the date are those of now. The script ends with a sentence if the file is another's.
@@ -28,10 +23,10 @@ def kept_record(
     # the tests of a script's jobs need not wait for this import
     from benchmarks.record import make_record
 
-    def is_ours(file: BinaryIO) -> bool:
+    def is_ours(file):
         return json_object(file.read(MOST_BYTES)).get("case") == case
 
-    def write(rows: list[dict[str, Any]], **more: Any) -> None:
+    def write(rows, **more):
         if path is not None:
             write_whole(
                 path,

@@ -3,7 +3,6 @@
 Dense and slow, for small sizes. B batch, N positions, H heads, D head dim, P rows with those of padding.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ class PaddedBranch(NamedTuple):
     pattern: DilatedPattern
 
 
-def padded_branches(pattern: DilatedPattern, length: int) -> Iterator[PaddedBranch]:
+def padded_branches(pattern, length):
     for segment_length, rate, _ in pattern.branches:
         w = min(segment_length, length)
         taken = -(-w // rate) * rate  # places of a segment
@@ -35,13 +34,7 @@ def padded_branches(pattern: DilatedPattern, length: int) -> Iterator[PaddedBran
         yield PaddedBranch(rows_P.where(is_row_P, 0), is_row_P, one)
 
 
-def padded_reference(
-    query_BNHD: Tensor,
-    key_BNHD: Tensor,
-    value_BNHD: Tensor,
-    pattern: DilatedPattern,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def padded_reference(query_BNHD, key_BNHD, value_BNHD, pattern, scale=None):
     """out (B, N, H, D) and lse (B, N, H), rows where torchscale puts them."""
     inputs = (query_BNHD, key_BNHD, value_BNHD)
     length = query_BNHD.shape[1]

@@ -30,12 +30,12 @@ class Block(NamedTuple):
 
 
 @cache
-def text_of(page: str) -> str:
+def text_of(page):
     return (ROOT / page).read_text()
 
 
 @cache
-def blocks(page: str) -> tuple[Block, ...]:
+def blocks(page):
     return tuple(
         Block(
             page,
@@ -49,7 +49,7 @@ def blocks(page: str) -> tuple[Block, ...]:
     )
 
 
-def block(page: str, name: str) -> str:
+def block(page, name):
     """The text of the block with the mark `<!-- block: NAME -->`: a test takes it so, and runs it."""
     [found] = [made.text for made in blocks(page) if made.mark == f"block: {name}"]
     return found

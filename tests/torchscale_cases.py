@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from ring_dilated_attention.models import (
     LongNetEncoder,
@@ -22,13 +21,13 @@ from ring_dilated_attention.pattern import DilatedPattern
 FILE = Path(__file__).with_name("data") / "torchscale.safetensors"
 
 
-def waves(*shape: int, seed: int = 0) -> Tensor:
+def waves(*shape, seed=0):
     """Numbers between -1 and 1 that look random, the same wherever they are made."""
     count = torch.arange(torch.Size(shape).numel(), dtype=torch.float64)
     return torch.cos(count * 12.9898 + seed * 0.7).view(shape)
 
 
-def fill(module: nn.Module) -> nn.Module:
+def fill(module):
     """Give every parameter waves of a size that keeps activations of the order of 1."""
     with torch.no_grad():
         for seed, (name, x) in enumerate(sorted(module.named_parameters())):
@@ -46,15 +45,13 @@ class Attention(NamedTuple):
     num_heads: int = 4
     batch: int = 1
 
-    def inputs(self) -> list[Tensor]:
+    def inputs(self):
         return [
             2 * waves(self.batch, self.length, self.num_heads, 4, seed=seed) for seed in range(3)
         ]
 
 
-def blocked(
-    segment_lengths: tuple[int, ...], rates: tuple[int, ...], is_causal: bool = False
-) -> DilatedPattern:
+def blocked(segment_lengths, rates, is_causal=False):
     return DilatedPattern(segment_lengths, rates, is_causal=is_causal, phase="blocked")
 
 
@@ -79,7 +76,7 @@ class Slide(NamedTuple):
     num_tiles: int
     global_pool: bool
 
-    def model(self, **options: Any) -> LongNetViT:
+    def model(self, **options):
         sizes = {"slide_ngrids": 20, "segment_lengths": segment_lengths_for(self.max_wsi_size)}
         model = LongNetViT(
             5,
@@ -93,7 +90,7 @@ class Slide(NamedTuple):
         )
         return fill(model.double())
 
-    def inputs(self) -> tuple[Tensor, Tensor]:
+    def inputs(self):
         x = waves(2, self.num_tiles, 5)
         return x, (waves(2, self.num_tiles, 2, seed=1) + 1) * 10 * 256 * 0.999
 
@@ -111,7 +108,7 @@ class Encoder(NamedTuple):
     length: int
     options: dict[str, Any]
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self):
         """As torchscale's EncoderConfig takes them."""
         sizes = {
             "encoder_embed_dim": 16,
@@ -127,11 +124,11 @@ class Encoder(NamedTuple):
             **self.options,
         }
 
-    def model(self, settings: dict[str, Any] | None = None, **options: Any) -> LongNetEncoder:
+    def model(self, settings=None, **options):
         config = TorchscaleConfig.from_torchscale(settings or self.settings())
         return fill(LongNetEncoder(config, **options).double())
 
-    def embeddings(self) -> Tensor:
+    def embeddings(self):
         return waves(2, self.length, 16)
 
 
@@ -154,7 +151,7 @@ ENCODERS = {
 }
 
 
-def kept() -> dict[str, Tensor]:
+def kept():
     from safetensors.torch import load_file
 
     return load_file(FILE)

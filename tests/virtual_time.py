@@ -1,15 +1,6 @@
-"""What stands in the place of a network and a kernel where an executor runs in virtual time."""
+"""What stands in the place of a kernel where an executor runs in virtual time."""
 
 from ring_dilated_attention.kernels import cpu
-
-
-class Late:
-    """A link that sends only when somebody waits: what a ring without overlap would see."""
-
-    def carry(self, sends, receives, moment):
-        pending = super().carry(sends, receives, moment)
-        pending.wait()
-        return pending
 
 
 class TimedKernel:

@@ -195,7 +195,7 @@ SUGGEST = split("suggest --seq-len 4Ki --heads 4 --speedup")
         ("plan model --seq-len 8 --window 4 --config mine.png", "is not a valid JSON file"),
         ("suggest", "the following arguments are required: --seq-len, --heads, --speedup"),
         ("SUGGEST 0.5", "--speedup must be at least 1"),
-        ("SUGGEST 1e9", "none of the patterns tried has so little work"),
+        ("SUGGEST 1e9", "every pattern that was tried needs more work"),
         ("SUGGEST 2 --layers 1e15", "--layers: must be at most 10,000"),
         ("SUGGEST 2 --seq-len 1e40", "--seq-len: must be at most 17,592,186,044,416"),
         ("doctor --ranks 0", "--ranks: must be at least 1"),
