@@ -11,11 +11,16 @@ TWO = ((2048, 4096), (1, 2))
 
 
 class Tile(NamedTuple):
-    """The sizes of one call of torch's attention op: a batch of segments, each of `rows` queries and keys."""
+    """The sizes of one call of torch's attention op: a batch of segments, each of `rows` queries and keys.
+
+    rate: the rows of a head are so many positions apart in memory. If that is more than 1, each head begins one position
+    after the head before it.
+    """
 
     segments: int
     rows: int
     head_dim: int
+    rate: int = 1
 
 
 class Settings(NamedTuple):
@@ -28,7 +33,8 @@ class Settings(NamedTuple):
     # in proportion to the FLOPs.
     lengths: tuple[tuple[int, int], ...] = ((32_768, 10), (131_072, 3), (1_048_576, 3))
     dense_at_most: int = 131_072
-    tiles: tuple[Tile, ...] = (Tile(64, 2048, 64), Tile(16, 8192, 64), Tile(64, 2048, 128))
+    # The paper's calls have tiles of 2,048 rows, at rates 1 to 4, and of 2,730 and 2,731 rows, at rates 6 and 12.
+    tiles: tuple[Tile, ...] = (Tile(64, 2048, 64), Tile(16, 2730, 64, 12), Tile(64, 2048, 128))
     memory: Sizes = Sizes(524_288, 12, 64, torch.float16)
     memory_bytes: float = 8e9
     # query, key, value, out and each gradient have more than 2**31 elements
@@ -58,7 +64,7 @@ QUICK = Settings(
     branches=(((128, 256), (1, 2)),),
     lengths=((512, 1), (1024, 1)),
     dense_at_most=512,
-    tiles=(Tile(2, 128, 16),),
+    tiles=(Tile(2, 128, 16), Tile(2, 85, 16, 3)),
     memory=Sizes(2048, 4, 16, torch.float16),
     memory_bytes=8e6,
     beyond=Sizes(1280, 2, 16, torch.float16),

@@ -31,6 +31,8 @@ from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.commands.local_ranks import Worker
 from ring_dilated_attention.forecast.call_cost import pairs
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
+from ring_dilated_attention.plan.rows import Rows
+from ring_dilated_attention.run.views import rows_view
 
 from ..device import Mark, peak_bytes, profiled, release, synchronize
 from ..gate import gate, gate_squares
@@ -120,14 +122,13 @@ def ops(worker: Worker, settings: Settings) -> None:
     """
     for tile in settings.tiles:
         for is_causal in (False, True):
-            sizes = Sizes(
-                tile.rows, settings.num_heads, tile.head_dim, settings.dtype, tile.segments
-            )
-            inputs, dout = make_tensors(sizes, device=settings.device)
+            inputs, dout = tile_tensors(settings, tile)
             exact = [x.detach().float().requires_grad_() for x in inputs]
             expected = dense(exact, is_causal=is_causal)
             expected_grads = torch.autograd.grad(expected, exact, dout.float())
             title = f"{tile.segments} segments of {tile.rows:,} rows of {tile.head_dim}"
+            if tile.rate > 1:
+                title += f", {tile.rate} positions apart"
             if is_causal:
                 title += ", causal"
             for name in OPS:
@@ -135,6 +136,20 @@ def ops(worker: Worker, settings: Settings) -> None:
                     name, settings, tile, inputs, dout, [expected, *expected_grads], is_causal
                 )
                 worker.report({"what": f"{title}, {name}", **row})
+
+
+def tile_tensors(settings: Settings, tile: Tile) -> tuple[list[Tensor], Tensor]:
+    """Query, key, value and the gradient of out, each (segments, rows, H, D).
+
+    The first three are read where they lie in tensors of all positions. The gradient is contiguous. So are these tensors
+    in calls of dilated attention.
+    """
+    seq_len, num_heads = tile.rows * tile.rate, settings.num_heads
+    sizes = Sizes(seq_len, num_heads, tile.head_dim, settings.dtype, tile.segments)
+    inputs, dout = make_tensors(sizes, device=settings.device)
+    rows = Rows(range(num_heads), 0, int(tile.rate > 1), tile.rate, tile.rows)
+    *views, dout = (rows_view(x.detach(), rows).transpose(1, 2) for x in (*inputs, dout))
+    return [x.requires_grad_() for x in views], dout.contiguous()
 
 
 def op_row(
