@@ -9,7 +9,7 @@ from ..parts import Part, folder_of, parser_of, print_rows, run_parts
 from .faults import fault
 from .network import network
 from .right import model, right, there
-from .settings import QUICK, Settings
+from .settings import QUICK, TOLD_BY, Settings
 from .speed import speed
 
 SUMMARY = "what only several GPUs can show, for others to send us (make multi-gpu)"
@@ -21,12 +21,13 @@ def parts(settings: Settings) -> list[Part]:
     ways = [way for way in settings.ways if way != "2-D mesh" or has_mesh]
     made = [Part("there", 30, there)]
     for way in ways:
-        made.append(Part(f"right, {way}", 60 if way == "ring" else 35, partial(right, way=way)))
-    made.append(Part("right, LongNetLM", 40, model))
-    made.append(Part("network", 60, network))
+        made.append(Part(f"right, {way}", 60 if way == "ring" else 30, partial(right, way=way)))
+    for told_by in TOLD_BY:
+        made.append(Part(f"right, LongNetLM, {told_by}", 33, partial(model, told_by=told_by)))
+    made.append(Part("network", 50, network))
     for way in ways:
         if way in ("ring", "all_gather"):
-            made.append(Part(f"speed, {way}", 70, partial(speed, way=way)))
+            made.append(Part(f"speed, {way}", 60, partial(speed, way=way)))
     for kind, seconds in settings.faults:
         made.append(Part(f"fault, {kind}", seconds, partial(fault, kind=kind)))
     return made

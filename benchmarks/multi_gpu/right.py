@@ -121,14 +121,14 @@ def _right(worker: Worker, settings: Settings, way: str) -> list[list[Squares]]:
     return of_dtypes
 
 
-def model(settings: Settings, seconds: float) -> list[Row]:
-    """Compare a step of a LongNetLM on all ranks with one in float64 on the CPU.
+def model(settings: Settings, seconds: float, told_by: str) -> list[Row]:
+    """Compare a step of a LongNetLM on all ranks with one in float64 on the CPU. No rank may use another rank's card.
 
     The error may be twice that of one rank. As in many users' scripts, the group is made by
-    `init_process_group("nccl", device_id=...)`, and no code calls `torch.cuda.set_device`.
+    `init_process_group("nccl")`. told_by: what tells a rank its card.
     """
     transport = settings.usual_transport
-    ranks = settings.run_ranks(seconds, _model, transport=transport)
+    ranks = settings.run_ranks(seconds, _model, transport=transport, told_by=told_by)
     errors, _ = ranks[0]
     rows: list[Row] = []
     for name, (of_one_rank, of_all_ranks) in errors.items():
@@ -139,9 +139,18 @@ def model(settings: Settings, seconds: float) -> list[Row]:
             "found": f"error {of_all_ranks:.1e} of at most {allowed:.1e}",
         }
         rows.append(row)
-    cards = "; ".join(f"rank {rank}: {cards}" for rank, (_, cards) in enumerate(ranks))
-    said = f"a rank should have a CUDA context on its own card alone: {cards}"
-    return [*rows, {"what": "contexts on cards", "passed": None, "found": said}]
+    return [*rows, contexts(settings, [cards for _, cards in ranks])]
+
+
+def contexts(settings: Settings, cards: list[list[int]]) -> Row:
+    """Whether each rank has a CUDA context on its own card alone. cards: where each rank has one."""
+    expected = [[rank] if settings.has_gpus else [] for rank in range(settings.num_ranks)]
+    found = "; ".join(f"rank {rank}: {of_rank}" for rank, of_rank in enumerate(cards))
+    return {
+        "what": "contexts on cards",
+        "passed": cards == expected,
+        "found": f"a rank should have one on its own card alone: {found}",
+    }
 
 
 def _model(worker: Worker, settings: Settings) -> tuple[dict[str, tuple[float, float]], list[int]]:

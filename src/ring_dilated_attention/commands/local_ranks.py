@@ -41,9 +41,10 @@ class Launch(NamedTuple):
     # Whether rank k runs only on the k-th core that this process may use. Has an effect only on Linux.
     is_pinned: bool = False
     has_gpus: bool = False  # whether rank k uses the k-th GPU
-    # The backend of torch.distributed. If the backend is given and ranks have GPUs, the process group is bound to the
-    # rank's GPU. None: the backend in TRANSPORTS, without binding.
-    transport: str | None = None
+    transport: str | None = None  # the backend of torch.distributed (None: as in TRANSPORTS)
+    # What tells a rank its GPU: "set_device" (of torch.cuda), "device_id" (of init_process_group), or "LOCAL_RANK"
+    # (only this environment variable, which torchrun sets).
+    told_by: str = "set_device"
     seconds: float = 60  # ranks that still run after this time are ended
 
 
@@ -138,7 +139,9 @@ def _rank(
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
         os.environ |= loopback_only()  # loopback is enough, because all ranks are on this host
         bound = None
-        if launch.has_gpus and launch.transport:
+        if launch.told_by == "LOCAL_RANK":
+            os.environ["LOCAL_RANK"] = str(rank)
+        elif launch.has_gpus and launch.told_by == "device_id":
             bound = torch.device("cuda", rank)
         elif launch.has_gpus:
             torch.cuda.set_device(rank)
