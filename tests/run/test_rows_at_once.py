@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from helpers import randn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.kernels import cpu, rows_at_once, sdpa
@@ -177,20 +178,45 @@ def test_what_goes_to_a_gpu_does_not_block(source, target, steps):
     assert on_device(OfKind(source), torch.device(target)).taken == steps
 
 
+class ToTheDevice(TorchDispatchMode):
+    """Notes each op that makes a tensor on the device "meta" of one on the CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if getattr(found, "is_meta", False) and any(x.device.type == "cpu" for x in tensors):
+            self.shapes.append(tuple(found.shape))
+        return found
+
+
 def test_positions_of_documents_do_not_block(monkeypatch):
-    """Catches positions and labels of packed documents that reach a model by a copy of another kind."""
+    """Catches positions and labels of packed documents that reach a model by a copy of another kind, also beside the
+    copies that do not block."""
     taken = []
 
     def counted(x, device):
-        taken.append(x.shape)
-        return x.to(device)
+        if x.device != device:
+            taken.append(tuple(x.shape))
+        return on_device(x, device)
 
     for module in (longnet, rotary, multihead):
         monkeypatch.setattr(module, "on_device", counted)
-    model = LongNetLM(LongNetConfig((4,), (1,), num_layers=1, num_heads=2, embed_dim=16))
+    config = LongNetConfig((4,), (1,), num_layers=1, num_heads=2, embed_dim=16)
+    model = LongNetLM(config).to("meta")
+    alone = multihead.MultiheadDilatedAttention(16, 2, config.pattern, rotary=True).to("meta")
     borders = torch.tensor([0, 3, 8], dtype=torch.int32)
-    model.loss(torch.zeros(1, 8, dtype=torch.uint8), cu_seqlens=borders).backward()
-    assert {(8,), (2,)} <= set(map(tuple, taken))
+    x = torch.zeros(1, 8, 16, device="meta")
+    with ToTheDevice() as copies:
+        tokens = torch.zeros(1, 8, dtype=torch.uint8, device="meta")
+        model.loss(tokens, cu_seqlens=borders).backward()
+        alone(x, x, x, cu_seqlens=borders)
+    # the last labels of documents, and borders or positions
+    assert sorted(taken) == [(2,), (3,), (8,)]
+    assert sorted(copies.shapes) == sorted(taken)
 
 
 def test_without_triton_a_warning_says_so(monkeypatch):
