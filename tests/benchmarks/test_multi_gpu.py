@@ -2,10 +2,10 @@
 
 import json
 import os
-from functools import partial
 from unittest.mock import Mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from benchmarks import device

@@ -130,7 +130,7 @@ def bad_slides():
         ("no_features.npz", (None, coords), "holds no features: it has coords"),
         ("outside.h5", (features, coords + 256_000), "lies in cell (1"),
         ("sparse.pt", (features.to_sparse(), coords), "parse"),
-        ("large.pt", (features * 1e38, coords), "are finite and its embedding is not"),
+        ("large.pt", (features * 1e38, coords), "are finite, but not the embedding"),
     ):
         yield write(f"slides/{name}", *arrays), reason
     for name, content, reason in (

@@ -172,7 +172,7 @@ def rank_alone_errs(rank, world_size):
         (partial(context.shard, x), 1, "1", "give the dim of the positions"),
         (context.unshard, x, [1], "takes a dense tensor"),
         (lambda y: context.mean_loss(y, 3), loss, x, "local_sum must be one number"),
-        (partial(context.mean_loss, loss), 3, None, "local_count must be one number"),
+        (partial(context.mean_loss, loss), 3, None, "local_count must be a number"),
         (context.shard_batch, tokens, {"x": x.to_sparse()}, "must be a dense tensor"),
         (context.shard_batch, tokens, {"x": x.to("meta")}, "must be a dense tensor"),
         (context.shard_batch, tokens, {"\udc80": x, "y": x[:, :3]}, "the same number of positions"),

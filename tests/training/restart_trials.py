@@ -374,7 +374,10 @@ def run_trial(faults, job, rng, whole, ranks_at_last=2):
                 complaints.append(f"no end within {MOST_SECONDS} s")
             if result() is None:
                 outcome = "the same command went on"
-                if not re.search("rda train: (?!waiting)", job.said_by_the_last()):
+                said = job.said_by_the_last()
+                # nobody is left to say it if the launcher was killed before its ranks had begun
+                can_say_it = not job.has_lost_head or "the document has" in said
+                if can_say_it and not re.search("rda train: (?!waiting)", said):
                     complaints.append("it stopped without a sentence")
                 job.clear()
                 if newest_step() < kept:
