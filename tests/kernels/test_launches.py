@@ -74,30 +74,46 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
+
+
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-@pytest.mark.parametrize(("stage", "most"), [("forward", 16), ("backward", 20)])
 @pytest.mark.parametrize(
-    ("op", "dtype", "num_rows"),
+    ("op", "dtype", "num_rows", "stage", "has_dlse", "expected"),
     [
-        (SDPBackend.CUDNN_ATTENTION, torch.float16, 32_768),
-        (SDPBackend.FLASH_ATTENTION, torch.bfloat16, 32_768),
-        # more rows of float32 are computed in blocks of heads
-        (SDPBackend.EFFICIENT_ATTENTION, torch.float32, 16_384),
+        (CUDNN, torch.float16, 32_768, "forward", False, (12, 2)),
+        (FLASH, torch.bfloat16, 32_768, "forward", False, (12, 2)),
+        (EFFICIENT, torch.float32, 16_384, "forward", False, (12, 2)),
+        (CUDNN, torch.float16, 32_768, "backward", False, (12, 7)),
+        (FLASH, torch.bfloat16, 32_768, "backward", False, (12, 7)),
+        (EFFICIENT, torch.float32, 16_384, "backward", False, (12, 13)),
+        # float32 takes more memory, so that heads are computed in two blocks
+        (EFFICIENT, torch.float32, 32_768, "backward", False, (17, 17)),
+        # in twelve blocks
+        (CUDNN, torch.float16, 524_288, "backward", False, (60, 48)),
+        # with a gradient of lse rows are made wider, tile by tile
+        (CUDNN, torch.float16, 32_768, "backward", True, (12, 463)),
+        (FLASH, torch.bfloat16, 32_768, "backward", True, (12, 439)),
+        (EFFICIENT, torch.float32, 16_384, "backward", True, (12, 181)),
     ],
 )
-def test_kernels_beside_attention(launched, op, dtype, num_rows, stage, most):
-    """Catches a copy, a cast or a merge for each tile."""
+def test_kernels_beside_attention(launched, op, dtype, num_rows, stage, has_dlse, expected):
+    """Catches a copy, a cast or a merge for each tile, and more blocks of heads.
+
+    expected: the calls of attention, and the further kernels.
+    """
     job = Job(PATTERN, make_shards("contiguous", (num_rows,)), 12, 12)
     plan, options = plan_exchange("none", job, 0), ExecutorOptions(sdpa, 0.125)
     # The fake tensors are on the CPU: a build of torch for CPUs cannot index others.
     with FakeTensorMode(), sdpa_kernel(op):
         shape = (1, num_rows, 12, 64)
         query, key, value, out, dout = (torch.empty(shape, dtype=dtype) for _ in range(5))
-        rows = BackwardRows(dout, None, query, key, value, out, torch.empty(shape[:3]))
+        lse, dlse = torch.empty(shape[:3]), torch.empty(shape[:3]) if has_dlse else None
+        rows = BackwardRows(dout, dlse, query, key, value, out, lse)
         with Counted(launched):
             if stage == "forward":
                 executor.forward(plan, options, query, key, value)
             else:
                 executor.backward(plan, options, rows)
-    assert launched.pop("attention") == 12
-    assert launched.total() <= most, launched
+    assert (launched.pop("attention"), launched.total()) == expected, launched
