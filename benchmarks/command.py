@@ -17,6 +17,7 @@ from . import (
     error,
     first,
     flops,
+    host,
     linear,
     main_job,
     parts,
@@ -50,6 +51,7 @@ CASES: dict[str, ModuleType] = {
     "error": error,
     "token": token,
     "first": first,
+    "host": host,
     "main_job": main_job,
     "peers": peers,
 }
