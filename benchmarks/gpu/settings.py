@@ -13,8 +13,8 @@ TWO = ((2048, 4096), (1, 2))
 class Tile(NamedTuple):
     """The sizes of one call of torch's attention op: a batch of segments, each of `rows` queries and keys.
 
-    rate: the rows of a head are so many positions apart in memory. If that is more than 1, each head begins one position
-    after the head before it.
+    rate: the rows of a head are so many positions apart in memory. If that is more than 1, each head begins one
+    position after the head before it.
     """
 
     segments: int
@@ -44,11 +44,13 @@ class Settings(NamedTuple):
     model_width: int = 768
     model_layers: int = 12
     ceiling_rows: int = 8192
-    # test files that pytest runs
+    # Arguments of pytest. Tests that need no card are left out: `make test` runs them.
     tests: tuple[str, ...] = (
         "tests/kernels/test_cuda.py",
         "tests/kernels/test_row_kernels.py",
         "tests/kernels/test_sdpa.py",
+        "--deselect=tests/kernels/test_row_kernels.py::test_in_the_interpreter",
+        "--deselect=tests/kernels/test_row_kernels.py::test_compiled_for_gpus",
     )
     tests_of_ranks: tuple[str, ...] = ("tests/ranks/test_host_memory.py",)
 
@@ -73,6 +75,15 @@ QUICK = Settings(
     model_width=32,
     model_layers=2,
     ceiling_rows=128,
-    tests=("tests/kernels/test_cuda.py::test_no_positions",),
-    tests_of_ranks=("tests/kernels/test_cuda.py::test_no_positions",),
+    tests=(
+        "tests/kernels/test_cuda.py::test_strides_make_no_difference",
+        "tests/kernels/test_cuda.py::test_nan_stays_in_its_segment",
+        "tests/kernels/test_cuda.py::test_no_positions",
+        "tests/kernels/test_row_kernels.py",
+        "tests/kernels/test_sdpa.py::test_the_choice",
+        *Settings().tests[3:],
+    ),
+    tests_of_ranks=(
+        "tests/ranks/test_host_memory.py::test_messages_through_the_host_bring_what_direct_ones_bring",
+    ),
 )
