@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from threading import Timer
 
@@ -30,12 +31,13 @@ CLONE = Path(__file__).parents[2]
 def card(worker: Worker, settings: Settings) -> None:
     """Report the card, its measured ceilings, and the kernel that backend="auto" chooses."""
     facts = {"name": "a CPU in its place"} if settings.is_quick else describe()
+    facts["triton"] = triton_version()
     most = ceilings(settings.device, settings.dtype, rows=settings.ceiling_rows)
     worker.report(
         {
             "what": "the card",
             "passed": None,
-            "found": f"{facts['name']}, torch {torch.__version__}, "
+            "found": f"{facts['name']}, torch {torch.__version__}, Triton {facts['triton']}, "
             f"{most.flops_per_second / 1e12:.3g} TFLOP/s in a product of matrices, "
             f"{most.bytes_per_second / 1e12:.3g} TB/s in a copy",
             "cards": [facts],
@@ -56,6 +58,13 @@ def card(worker: Worker, settings: Settings) -> None:
             "found": reason or "compiles",
         }
     )
+
+
+def triton_version() -> str:
+    try:
+        return str(import_module("triton").__version__)
+    except ImportError:
+        return "missing"
 
 
 def run_tests(settings: Settings, seconds: float, tests: Sequence[str]) -> list[Row]:

@@ -10,6 +10,7 @@
 - model: one step of a language model.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -141,8 +142,8 @@ def ops(worker: Worker, settings: Settings) -> None:
 def tile_tensors(settings: Settings, tile: Tile) -> tuple[list[Tensor], Tensor]:
     """Query, key, value and the gradient of out, each (segments, rows, H, D).
 
-    The first three are read where they lie in tensors of all positions. The gradient is contiguous. So are these tensors
-    in calls of dilated attention.
+    The first three are views of tensors with all positions, and the gradient is contiguous, as in calls of dilated
+    attention.
     """
     seq_len, num_heads = tile.rows * tile.rate, settings.num_heads
     sizes = Sizes(seq_len, num_heads, tile.head_dim, settings.dtype, tile.segments)
@@ -365,11 +366,14 @@ def model(worker: Worker, settings: Settings) -> None:
     net = LongNetLM(config, activation_checkpointing=True).to(settings.device)
     tokens = torch.randint(256, (1, settings.model_length), device=settings.device)
 
+    losses: list[Tensor] = []
+
     def step() -> None:
         with torch.autocast(torch.device(settings.device).type, torch.bfloat16):
             loss = net.loss(tokens)
         loss.backward()
         net.zero_grad()
+        losses.append(loss.detach())
 
     step()
     begun = time.perf_counter()
@@ -379,8 +383,9 @@ def model(worker: Worker, settings: Settings) -> None:
     worker.report(
         {
             "what": f"{settings.model_layers} layers of {width}, {settings.model_length:,} bytes",
-            "passed": None,
-            "found": f"{seconds:.3g} s forward and backward, {peak / 1e9:.3g} GB beside the weights",
+            "passed": all(map(math.isfinite, losses)),
+            "found": f"{seconds:.3g} s forward and backward, {peak / 1e9:.3g} GB beside the weights, "
+            f"loss {losses[-1]:.3g}",
             "seconds": seconds,
             "peak_bytes": peak,
         }

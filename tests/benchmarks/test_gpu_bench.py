@@ -9,11 +9,15 @@ from benchmarks import device
 from benchmarks.device import Ceilings
 from benchmarks.gpu import command as gpu
 from benchmarks.gpu import right, speed
-from benchmarks.gpu.settings import QUICK, Settings
+from benchmarks.gpu.settings import PAPER, QUICK, Settings
 from benchmarks.measure import Sizes, Times, make_tensors
 from benchmarks.parts import table
 from ring_dilated_attention import DilatedPattern, kernels
 from ring_dilated_attention.commands.local_ranks import Worker
+from ring_dilated_attention.models import LongNetLM
+from ring_dilated_attention.plan.exchange import plan_exchange
+from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.sharding import make_shards
 
 
 def rows_of(function, settings=QUICK):
@@ -25,8 +29,8 @@ def rows_of(function, settings=QUICK):
 
 def test_every_part_leaves_its_rows(tmp_path, capsys):
     """Catches whatever a part does wrong on any device."""
-    parts = [part.name for part in gpu.PARTS if part.name not in ("right", "ranks")]
-    assert gpu.main([*parts, "--quick", "--results", str(tmp_path)]) == 0
+    parts = [part.name for part in gpu.PARTS]
+    assert gpu.main(["--quick", "--results", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "gpu.json").read_text())
     assert record["command"] == "python -m benchmarks gpu --quick"
     assert list(dict.fromkeys(row["part"] for row in record["rows"])) == parts
@@ -35,6 +39,7 @@ def test_every_part_leaves_its_rows(tmp_path, capsys):
         assert row["passed"] in (None, True)
         assert row["found"] in said
         assert row["what"] in table(record["rows"])
+    assert f"Triton {right.triton_version()}" in record["rows"][0]["found"]
     assert Ceilings(**record["rows"][0]["ceilings"]).flops_per_second > 0
 
 
@@ -42,7 +47,24 @@ def test_it_ends_within_nine_minutes():
     seconds = {part.name: part.seconds for part in gpu.PARTS}
     assert sum(seconds.values()) <= 540
     first = list(seconds)[: list(seconds).index("share") + 1]
+    assert first == ["card", "right", "ops", "beyond", "share"]
     assert sum(seconds[name] for name in first) <= 300
+
+
+@pytest.mark.parametrize("seq_len", [32_768, 2**20])
+def test_ops_are_timed_at_tiles_of_the_papers_calls(seq_len):
+    """Catches speeds of shapes that no call has."""
+    job = Job(DilatedPattern(*PAPER), make_shards("contiguous", (seq_len,)), 12, 12)
+    rows = [tile.query for tile in plan_exchange("none", job, 0).plan.local]
+    of_calls = {(x.num_rows, x.step, x.shift) for x in rows}
+    for tile in Settings().tiles:
+        assert (tile.rows, tile.rate, int(tile.rate > 1)) in of_calls
+    [_, strided, _] = Settings().tiles
+    [query, *_], dout = speed.tile_tensors(QUICK, strided._replace(segments=2, rows=5, rate=4))
+    segment, head_dim = 5 * 4 * QUICK.num_heads * 64, 64
+    assert query.stride() == (segment, 4 * QUICK.num_heads * 64, head_dim + QUICK.num_heads * 64, 1)
+    assert query.shape == dout.shape
+    assert dout.is_contiguous()
 
 
 def test_tests_that_fail_or_take_too_long(tmp_path):
@@ -70,6 +92,17 @@ def test_a_share_of_known_times(monkeypatch):
         assert [*row["shares"].values()] == pytest.approx([share, share])
         assert "against cuDNN" in row["found"]
     assert Settings().dense_at_most in [length for length, _ in Settings().lengths]
+
+
+def test_a_loss_that_is_not_finite(monkeypatch):
+    """Proof that a model which trains on nothing is noticed."""
+
+    def loss(net, tokens):
+        return sum(x.sum() for x in net.parameters()) * torch.nan
+
+    monkeypatch.setattr(LongNetLM, "loss", loss)
+    [row] = rows_of(speed.model)
+    assert row["passed"] is False
 
 
 def test_the_tail_of_a_long_call_is_checked(monkeypatch):
