@@ -299,21 +299,24 @@ def small(worker: Worker, settings: Settings) -> None:
     for seq_len in settings.small_lengths:
         sizes = Sizes(seq_len, settings.num_heads, settings.head_dims[0], settings.dtype)
         inputs, dout = make_tensors(sizes, device=settings.device)
-        pattern = DilatedPattern(*settings.branches[0], is_causal=True)
-        ours = small_call(settings, partial(attend, inputs, pattern, None), inputs, dout)
-        theirs = small_call(settings, partial(dense, inputs, is_causal=True), inputs, dout)
+        calls = {"dense": partial(dense, inputs, is_causal=True)}
+        for lengths_and_rates in settings.branches:
+            pattern = DilatedPattern(*lengths_and_rates, is_causal=True)
+            calls[f"{len(pattern.dilation_rates)} branches"] = partial(
+                attend, inputs, pattern, None
+            )
+        found = {name: small_call(settings, call, inputs, dout) for name, call in calls.items()}
         words = [
-            f"{name} {found['seconds'] * 1e3:.3g} ms (host {found['host_seconds'] * 1e3:.3g}), "
-            f"{found['launches']} launches"
-            for name, found in (("dilated", ours), ("dense", theirs))
+            f"{name} {of_call['seconds'] * 1e3:.3g} ms (host {of_call['host_seconds'] * 1e3:.3g}), "
+            f"{of_call['launches']} launches"
+            for name, of_call in found.items()
         ]
         worker.report(
             {
                 "what": f"{seq_len:,} positions",
                 "passed": None,
                 "found": "; ".join(words),
-                "dilated": ours,
-                "dense": theirs,
+                "calls": found,
             }
         )
 
