@@ -33,8 +33,8 @@ class ShardSequence(ParallelStyle):
     A ShardSequence `style` makes one ContextParallel for each mesh, `style.contexts[mesh]`. All modules on that mesh
     share this ContextParallel.
 
-    Averaged over the ranks, as DDP and FSDP2 do, what a backward computes is the gradient of the mean of the ranks'
-    losses.
+    DDP and FSDP2 average gradients over the ranks. Averaged over the ranks, what a backward computes is the gradient of
+    the mean of the ranks' losses.
 
     Args:
         sharding, exchange: as for `ContextParallel`.

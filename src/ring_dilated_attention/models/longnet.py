@@ -261,7 +261,8 @@ class LongNetLM(nn.Module):
         """Mean cross-entropy, in nats, of predicting every token but the first of each sequence or packed document.
 
         Under `parallel` a position's label may be a token of another rank, and every rank returns the mean over all
-        ranks. Averaged over the ranks, as DDP and FSDP2 do, what a backward computes is the gradient of that mean.
+        ranks. DDP and FSDP2 average gradients over the ranks. Averaged over the ranks, what a backward computes is the
+        gradient of the mean of the ranks' losses.
 
         DDP and FSDP2 hook `forward`, not this method: wrap the model in `NextTokenLoss` first.
 

@@ -93,8 +93,8 @@ class LongNetViT(nn.Module):
     Training differs from the original code in two ways. Gradients are the exact derivative of the forward. And there is
     neither dropout nor stochastic depth: by default the original code has dropout 0.25 and stochastic depth up to 0.1.
 
-    Under `parallel` all ranks return the same embeddings. Averaged over the ranks, as DDP and FSDP2 do, what a backward
-    computes is the gradient of the mean of the ranks' losses.
+    Under `parallel` all ranks return the same embeddings. DDP and FSDP2 average gradients over the ranks. Averaged over
+    the ranks, what a backward computes is the gradient of the mean of the ranks' losses.
 
     Args:
         in_chans: the number of features of a tile.
