@@ -3,25 +3,14 @@
 from functools import partial
 from unittest import mock
 
-import pytest
 import torch
 from helpers import message_of
-from test_transformers import check_greedy, prompts
 from test_transformers_whole import phi
-from tiny import PATTERN, make, tokens
+from tiny import make, tokens
 from transformers import DynamicCache
 
 from ring_dilated_attention.integrations.transformers import BoundedCache
 from ring_dilated_attention.integrations.transformers.cache import MARK
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("window", [1, 5, 12])
-def test_greedy_with_a_window(window):
-    """A pattern with a sliding window, from transformers' own cache and from a bounded one."""
-    model = make("llama", {**PATTERN, "window": window})
-    for cache in (DynamicCache(config=model.config), BoundedCache(model)):
-        check_greedy(model, *prompts(), past_key_values=cache)
 
 
 @torch.no_grad()
