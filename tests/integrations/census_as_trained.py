@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from census import LIST, MOST, configs, fill, inputs_of, said, written
-from distributed import run
+from census import LIST, MOST, configs, fill, inputs_of, over_ranks, said, written
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AttentionInterface
 
@@ -176,17 +175,11 @@ def rank_of_census(rank: int, world_size: int, names: list[str]) -> dict[str, li
     return outcomes
 
 
-def over_ranks(names: list[str]) -> dict[str, list[str]]:
-    """The third rank takes no part in the first comparison, and may not see what went wrong in it."""
-    outcomes, other, _ = run(3, rank_of_census, names, seconds=1200)
-    assert outcomes == other
-    return outcomes
-
-
 def main() -> None:
     chosen = [*architectures_as_trained()]
     for share in [int(word) for word in sys.argv[1:]] or range(SHARES):
-        written(LIST_AS_TRAINED, over_ranks(chosen[share::SHARES]))
+        outcomes = over_ranks(3, rank_of_census, chosen[share::SHARES])
+        written(LIST_AS_TRAINED, outcomes)
 
 
 if __name__ == "__main__":

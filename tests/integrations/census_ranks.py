@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from census import LIST, configs, inputs_of, made, said, written
-from distributed import run
+from census import LIST, configs, inputs_of, made, over_ranks, said, written
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
@@ -125,16 +124,11 @@ def rank_of_census(rank: int, world_size: int, names: list[str]) -> dict[str, li
     return {name: outcome_over_ranks(*everything[name], parallel) for name in names}
 
 
-def over_two_ranks(names: list[str]) -> dict[str, list[str]]:
-    outcomes, other = run(2, rank_of_census, names, seconds=600)
-    assert outcomes == other
-    return outcomes
-
-
 def main() -> None:
     names = [*architectures_over_ranks()]
     for share in range(SHARES):
-        written(LIST_OVER_RANKS, over_two_ranks(names[share::SHARES]))
+        outcomes = over_ranks(2, rank_of_census, names[share::SHARES])
+        written(LIST_OVER_RANKS, outcomes)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ import pytest
 # By the beginning of a file's name, what it needs.
 NEEDS = {
     "test_transformers": ("transformers", "accelerate"),
-    "test_accelerate": ("accelerate",),
-    "test_deepspeed": ("deepspeed",),
-    "test_deepspeed_transformers": ("transformers",),
+    "test_deepspeed": ("deepspeed", "transformers"),
     "test_lightning": ("lightning",),
 }
 MISSING = sorted({name for names in NEEDS.values() for name in names if find_spec(name) is None})

@@ -1,23 +1,20 @@
-"""The files of examples/launch start ranks, and start them again. Slurm is a stand-in here, if it is not installed."""
+"""The files of examples/launch start ranks, and start them again. For Slurm there are stand-ins here."""
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, free_port
+from helpers import ROOT, TEXT, TINY, free_port
 
 LAUNCH = ROOT / "examples" / "launch"
-TRAIN = "train --seq-len 48 --embed-dim 16 --num-heads 2 --segment-lengths 8 48 --dilation-rates 1 3 --warmup-steps 2 "
-TRAIN += (
-    "--held-out-bytes 96 --save-every 5 --steps 40 --timeout 20 --data text.txt --run-folder run"
-)
+TRAIN = f"train {TINY} --warmup-steps 2 --save-every 5 --steps 40 --timeout 20 "
+TRAIN += "--data text.txt --run-folder run"
 # Each task of a step is a process that Slurm starts with its number. `scontrol` prints the names of hosts.
 STAND_INS = {
     "srun": 'shift 3\nfor task in 0 1; do "$@" & done\nwait -n\nwait -n\n',
@@ -28,17 +25,11 @@ STAND_INS = {
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_bytes(
-        b"".join(f"line {i} of the document\n".encode() for i in range(400))
-    )
+    Path("text.txt").write_bytes(TEXT)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.setenv(
-        "PATH",
-        os.pathsep.join(
-            (str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"])
-        ),
-    )
+    folders = (str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"])
     for name, value in {
+        "PATH": os.pathsep.join(folders),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "ADDRESS": "127.0.0.1",
@@ -87,15 +78,11 @@ def kill_a_rank():
 def ranks_here():
     found = []
     for path in Path("/proc").glob("[0-9]*"):
-        try:
-            is_rank = (
-                b"\0train\0" in (path / "cmdline").read_bytes()
-                and b"\0RANK=" in (path / "environ").read_bytes()
-            )
+        with suppress(OSError):
+            is_rank = b"\0RANK=" in (path / "environ").read_bytes()
+            is_rank = is_rank and b"\0train\0" in (path / "cmdline").read_bytes()
             if is_rank and (path / "cwd").readlink() == Path.cwd():
                 found.append(int(path.name))
-        except OSError:
-            continue
     return sorted(found)
 
 
@@ -147,17 +134,3 @@ def test_slurm_with_stand_ins(tmp_path):
     with ExitStack() as stack:
         assert start(stack, "slurm.sh", TRAIN, **variables).wait(180) == 0, said()
     check_complete(2)
-
-
-@pytest.mark.skipif(
-    shutil.which("sbatch") is None,
-    reason="Slurm is not installed: its parser has not read slurm.sh",
-)
-def test_slurm_by_its_parser():
-    """A cluster without two such hosts refuses the job, once its parser has read the file."""
-    words = ["sbatch", "--test-only", LAUNCH / "slurm.sh", "doctor"]
-    said = subprocess.run(words, capture_output=True, text=True, check=False).stderr
-    assert "sbatch: Job " in said or "allocation failure" in said or "generic resource" in said, (
-        said
-    )
-    assert "--help" not in said

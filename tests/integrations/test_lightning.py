@@ -6,7 +6,7 @@ Every function whose name starts with `rank` runs on every rank, and every rank 
 import lightning
 import pytest
 import torch
-from distributed import RankFailedError, run
+from distributed import run
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch.strategies import ModelParallelStrategy
 from steps import (
@@ -63,7 +63,7 @@ class Module(lightning.LightningModule):
 OF_TORCHRUN = {"LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": 0}
 
 
-def rank_of_trainer(rank, world_size, sharded, own_sampler=True):
+def rank_of_trainer(rank, world_size, sharded):
     environment(rank, world_size, **OF_TORCHRUN)
     strategy = "ddp"
     if sharded:
@@ -74,7 +74,7 @@ def rank_of_trainer(rank, world_size, sharded, own_sampler=True):
         strategy=strategy,
         max_epochs=1,
         gradient_clip_val=MAX_NORM,
-        use_distributed_sampler=not own_sampler,
+        use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -90,12 +90,6 @@ def rank_of_trainer(rank, world_size, sharded, own_sampler=True):
 def test_trainer(sharded):
     """Under DDP, and with parameters sharded over the ranks of a sequence; clipped."""
     run(2, rank_of_trainer, sharded, seconds=120)
-
-
-def test_the_default_sampler_is_caught():
-    """It deals different samples to all processes."""
-    with pytest.raises(RankFailedError, match="were given different samples"):
-        run(2, rank_of_trainer, False, False, seconds=120)
 
 
 def rank_of_fabric(rank, world_size):

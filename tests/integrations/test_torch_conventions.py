@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from distributed import run
 from helpers import message_of
+from steps import MAX_NORM, PER_STEP, SAMPLES, make_loss, optimizer_of, take_steps, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -31,14 +32,11 @@ from ring_dilated_attention.integrations.torch import (
     held_heads,
     replace_attention,
 )
-from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss
 from ring_dilated_attention.ranks.reduce import all_reduce
 
 PATTERN = DilatedPattern((4, 9), (1, 3))
 CAUSAL = DilatedPattern((4, 9), (1, 3), is_causal=True)
 EXACT = {"rtol": 1e-10, "atol": 1e-11}
-CONFIG = LongNetConfig((4, 16), (1, 2), embed_dim=16, num_layers=2, num_heads=2, vocab_size=40)
-SAMPLES = torch.randint(0, 40, (3, 2, 37), generator=torch.Generator().manual_seed(1))
 
 
 def encoder(*, kind=nn.TransformerEncoderLayer, dropout=0.0, batch_first=True):
@@ -50,8 +48,7 @@ def encoder(*, kind=nn.TransformerEncoderLayer, dropout=0.0, batch_first=True):
 
 
 def language_model(parallel=None, dtype=torch.float64):
-    torch.manual_seed(0)
-    return NextTokenLoss(LongNetLM(CONFIG, parallel=parallel).to(dtype))
+    return make_loss(parallel).to(dtype)
 
 
 def rows(batch=2, length=11, width=32):
@@ -61,10 +58,6 @@ def rows(batch=2, length=11, width=32):
 
 def close(found, expected):
     torch.testing.assert_close(found, expected, **EXACT)
-
-
-def whole(x):
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def gradients_of(module, loss, mean=lambda x: x):
@@ -202,7 +195,7 @@ def rank_shards_an_encoder(rank, world_size):
         close(gradients_of(model, loss, mean), gradients)
         close(mean(x.grad), dx)
         parallel.close()
-    model, tokens = language_model(), SAMPLES[0]
+    model, tokens = language_model(), SAMPLES[:PER_STEP]
     expected = model(tokens)
     gradients = gradients_of(model, expected)
     style = ShardSequence()
@@ -393,17 +386,9 @@ def test_heads_that_parameters_do_not_tell():
 
 
 def steps(model, tokens_of=lambda batch: batch):
-    """Losses, norms of gradients and parameters of three clipped steps, as DTensor or not."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
-    losses, norms = [], []
-    for batch in SAMPLES:
-        loss = model(tokens_of(batch))
-        loss.backward()
-        norms.append(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)))
-        losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, {name: whole(p.detach()) for name, p in model.named_parameters()}
+    """Three steps, clipped, of DTensors or not."""
+    batches = map(tokens_of, SAMPLES.split(PER_STEP))
+    return take_steps(model, optimizer_of(model), model, torch.Tensor.backward, batches)
 
 
 def sharded(model, **options):
@@ -417,31 +402,31 @@ def rank_shards_parameters(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     parallel = ContextParallel(mesh["cp"], sharding="zigzag")
     own = slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
-    losses, norms, parameters = steps(language_model())
-    assert min(norms) > 0.2  # or clipping would not be seen
+    expected = steps(language_model())
+    assert min(expected.norms) > MAX_NORM  # or clipping would not be seen
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for options, tolerance in (
         ({}, EXACT),
         ({"mesh": mesh}, EXACT),
-        ({"mp_policy": policy}, {"rtol": 0.05, "atol": 0.02, "check_dtype": False}),
+        ({"mp_policy": policy}, {"rtol": 0.05, "atol": 0.02}),
     ):
         dtype = torch.float32 if "mp_policy" in options else torch.float64
         model = sharded(language_model(parallel, dtype), **options)
         check_averaged(model, parallel)
         found = steps(model, lambda batch: parallel.shard(batch[own]))
-        of_replicas = torch.stack(found[0])
-        dist.all_reduce(of_replicas)
-        means = of_replicas / world_size
-        torch.testing.assert_close((means, found[1]), (torch.stack(losses), norms), **tolerance)
+        losses = torch.tensor(found.losses, dtype=torch.float64)  # of this replica's sample
+        dist.all_reduce(losses)
+        pair = (losses / world_size).tolist(), found.norms
+        torch.testing.assert_close(pair, (expected.losses, expected.norms), **tolerance)
         if dtype == torch.float64:
-            close(found[2], parameters)
+            close(found.parameters, expected.parameters)
     # Over dp alone: each rank of a sequence goes on with its own part of the gradient.
     model = fully_shard(language_model(parallel), mesh=mesh["dp"])
     found = steps(model, lambda batch: parallel.shard(batch[own]))
-    assert not torch.allclose(found[1][0], norms[0], rtol=1e-3)
+    assert found.norms[0] != pytest.approx(expected.norms[0], rel=1e-3)
     column, row = [[0, 2], [1, 3]][rank % 2], [[0, 1], [2, 3]][rank // 2]
-    expected = f"is sharded over the ranks {column}, but the ranks {row} share each sequence, and nobody would average"
-    assert expected in message_of(lambda: check_averaged(model, parallel))
+    said = f"is sharded over the ranks {column}, but the ranks {row} share each sequence, and nobody would average"
+    assert said in message_of(lambda: check_averaged(model, parallel))
     # Its blocks alone: what is around them is sharded over nobody.
     model = language_model(parallel)
     for block in model.model.blocks:

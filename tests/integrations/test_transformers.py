@@ -343,7 +343,7 @@ HIDES_NOTHING = {
     "attention_mask": torch.ones(1, 12, dtype=torch.int64),
     "cu_seq_lens_q": torch.tensor([0, 5, 12], dtype=torch.int32),
 }
-BOTH = "cu_seq_lens_q with padding (attention_mask)"
+BOTH = "cu_seq_lens_q together with an attention_mask"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 import transformers
 from distributed import run
 from helpers import message_of
-from test_transformers_ranks import NEAR, loss_and_gradients
+from test_transformers_ranks import NEAR, batches, loss_and_gradients
 from tiny import PATTERN, SIZES, make, tokens
 from torch.distributed.fsdp import fully_shard
 from transformers import (
@@ -68,7 +68,8 @@ def rank_trains_heads(rank, world_size):
     parallel = ContextParallel(sharding="zigzag")
     for kind in HEADS:
         model, batch = make_head(kind), sample()
-        batches = (batch, {**batch, "num_items_in_batch": 50})
+        # as replicas of unequal lengths give it: all their labels, divided by the number of replicas
+        batches = (batch, {**batch, "num_items_in_batch": 50.5})
         expected = [loss_and_gradients(model, each) for each in batches]
         handle = context_parallel(model, parallel)
         found = [loss_and_gradients(model, each, parallel) for each in batches]
@@ -87,15 +88,24 @@ def test_heads_on_two_ranks():
 
 
 @in_small_slices()
-def rank_shards_the_head(rank, world_size):
-    loss, gradients = loss_and_gradients(make("llama"), sample())
-    parallel = ContextParallel()
-    for paths in (("lm_head",), ("lm_head", "model", "")):
+def rank_shards_parameters(rank, world_size):
+    batch, parallel = batches("llama")["right"], ContextParallel(sharding="zigzag")
+    loss, gradients = loss_and_gradients(make("llama"), batch)
+    layers = ("model.layers.0", "model.layers.1", "")
+    for is_first, paths, options in (
+        (True, layers, {}),
+        (False, layers, {}),
+        (True, ("lm_head",), {"reshard_after_forward": True}),
+        (True, ("lm_head", "model", ""), {"reshard_after_forward": True}),
+    ):
         model = make("llama")
-        context_parallel(model, parallel)
+        if is_first:
+            context_parallel(model, parallel)
         for path in paths:
-            fully_shard(model.get_submodule(path), reshard_after_forward=True)
-        out = model(**sample())
+            fully_shard(model.get_submodule(path), **options)
+        if not is_first:
+            context_parallel(model, parallel)
+        out = model(**batch)
         out.loss.backward()
         torch.testing.assert_close(out.loss.detach(), loss, **NEAR)
         if "" in paths:
@@ -103,9 +113,10 @@ def rank_shards_the_head(rank, world_size):
             torch.testing.assert_close(found, gradients, **NEAR)
 
 
-def test_a_head_that_is_sharded_alone():
-    """FSDP2 gathers it for each slice, in backward too."""
-    run(2, rank_shards_the_head, seconds=120)
+def test_sharded_parameters():
+    """FSDP2's hooks and ours on one model, in either order. A head that is sharded alone is gathered for each slice, in
+    backward too."""
+    run(2, rank_shards_parameters, seconds=180)
 
 
 @in_small_slices()

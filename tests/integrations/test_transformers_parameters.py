@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers import ROOT
 from torch.nn.functional import cross_entropy
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from benchmarks.measure import allocated
 from ring_dilated_attention import DilatedPattern, save_attention
 from ring_dilated_attention.commands.plan.decoders import transformers_decoder
 from ring_dilated_attention.forecast.model_weight import weigh_activations
@@ -58,8 +58,7 @@ def test_public_models_have_the_parameters_that_are_counted(path, tmp_path):
         with pytest.raises(ValueError, match=r"sliding_attention|attn_logit_softcapping"):
             decoder_of(tmp_path, fields, pattern)
         return
-    if fields.get("sliding_window"):
-        fields["sliding_window"] = None
+    fields["sliding_window"] = None
     with torch.device("meta"):
         num_parameters = sum(x.numel() for x in build(**fields).parameters())
     assert decoder_of(tmp_path, fields, pattern).num_parameters == num_parameters
@@ -99,23 +98,13 @@ def measured(model, seq_len):
         )
 
     loss().backward()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        loss().backward()
-    current = peak = 0
-    for event in sorted(
-        profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()
-    ):
-        if event.name() == "[memory]":
-            current += event.nbytes()
-            peak = max(peak, current)
-    return peak
+    return allocated(lambda: loss().backward()).peak_bytes
 
 
 @pytest.mark.parametrize("activations", ["kept", "checkpointed"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "gpt_neox", "phi3", "starcoder2"])
-def test_a_step_holds_what_is_weighed(family, activations, monkeypatch, tmp_path):
+def test_a_step_holds_what_is_weighed(family, activations, tmp_path):
     """Within 5 %, with three layers, of which two are weighed."""
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
     register()
     n, known = 1024, CONFIG_MAPPING[family]()
     fields = {name: x for name, x in SIZES.items() if hasattr(known, name)}

@@ -16,6 +16,7 @@ from transformers import (
     LlamaModel,
     MistralConfig,
     Qwen3Config,
+    RobertaConfig,
 )
 
 from ring_dilated_attention.integrations.transformers import register
@@ -39,8 +40,13 @@ CONFIGS = {
     "mistral": lambda **more: MistralConfig(**SIZES, **GROUPED, sliding_window=None, **more),
     "gpt_neox": lambda **more: GPTNeoXConfig(**SIZES, **more),
     "bert": lambda **more: BertConfig(**SIZES, **NO_DROPOUT, **more),
+    # counts positions from the row behind that of padding
+    "roberta": lambda **more: RobertaConfig(
+        **SIZES, **NO_DROPOUT, **{**more, "pad_token_id": 1}, max_position_embeddings=40
+    ),
 }
-DECODERS = [name for name in CONFIGS if name != "bert"]
+ENCODERS = ["bert", "roberta"]
+DECODERS = [name for name in CONFIGS if name not in ENCODERS]
 
 
 def make(name, pattern=PATTERN, dtype=torch.float64, **more):
@@ -49,7 +55,7 @@ def make(name, pattern=PATTERN, dtype=torch.float64, **more):
     config = CONFIGS[name](
         dilated_attention=pattern, pad_token_id=0, eos_token_id=None, bos_token_id=None, **more
     )
-    kind = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
+    kind = AutoModelForMaskedLM if name in ENCODERS else AutoModelForCausalLM
     return filled(kind.from_config(config)).to(dtype)
 
 
