@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measure import allocated
-from ring_dilated_attention import ContextParallel, simulate
+from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.layers import multihead, rotary_table
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss, recompute
 
@@ -33,18 +33,19 @@ def make(**options):
     return model
 
 
-@pytest.mark.parametrize("t", [0, 7, 8, 30, 36])
-def test_no_logit_sees_a_later_token(t):
+def test_no_logit_sees_a_later_token():
     model, tokens = make(), make_tokens(2, 37)
-    changed = tokens.clone()
-    changed[:, t] = (changed[:, t] + 1) % CONFIG.vocab_size
-    before, after = model(tokens), model(changed)
+    before = model(tokens)
     assert before.shape == (2, 37, 50)
-    assert torch.equal(before[:, :t], after[:, :t])
-    assert not torch.allclose(before[:, t], after[:, t], atol=1e-3)
+    for t in (0, 8, 36):
+        changed = tokens.clone()
+        changed[:, t] = (changed[:, t] + 1) % CONFIG.vocab_size
+        after = model(changed)
+        assert torch.equal(before[:, :t], after[:, :t])
+        assert not torch.allclose(before[:, t], after[:, t], atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])
 def test_tokens_of_unsigned_integers(dtype):
     """Files of tokens hold uint16, which torch converts, but does not compare."""
     model, tokens = make(), make_tokens(2, 37)
@@ -202,15 +203,12 @@ def documents_one_by_one(tokens, borders):
     return loss.detach(), {name: x.grad for name, x in model.named_parameters()}, logits.detach()
 
 
-def compare_with_documents_one_by_one(tokens, borders, parallel=None, checkpointing=False):
+def compare_with_documents_one_by_one(tokens, borders, parallel, checkpointing):
     model = make(parallel=parallel, activation_checkpointing=checkpointing)
     cu_seqlens = None if len(borders) == 2 else torch.tensor(borders, dtype=torch.int32)
-    is_sharded = torch.distributed.is_initialized()
-    own_rows = parallel.shard if is_sharded else lambda x: x
     expected_loss, gradients, logits = documents_one_by_one(tokens, borders)
-    loss_of, local = NextTokenLoss(model), own_rows(tokens)
-    if is_sharded:
-        loss_of = DistributedDataParallel(loss_of)
+    local = parallel.shard(tokens)
+    loss_of = DistributedDataParallel(NextTokenLoss(model))
     loss = loss_of(local, cu_seqlens)
     loss.backward()
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=1e-12)
@@ -225,21 +223,17 @@ def compare_with_documents_one_by_one(tokens, borders, parallel=None, checkpoint
     seen = []
     model.blocks[1].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[1]))
     with torch.no_grad():
-        torch.testing.assert_close(model(local, cu_seqlens), own_rows(logits), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            model(local, cu_seqlens), parallel.shard(logits), rtol=1e-9, atol=1e-9
+        )
     positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(borders)])
     [table] = seen  # attention cannot tell: rotary sees differences only
-    expected = rotary_table(own_rows(positions[None])[0], 6, CONFIG.rotary_base, torch.float64)
+    expected = rotary_table(
+        parallel.shard(positions[None])[0], 6, CONFIG.rotary_base, torch.float64
+    )
     assert torch.equal(table.cos_ND, expected.cos_ND)
     assert torch.equal(table.sin_ND, expected.sin_ND)
     return loss.detach()
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("simulated", [None, 3])
-def test_packed_documents_equal_documents_one_by_one(simulated, checkpointing):
-    """Catches attention, rotary positions or a label that crosses the border of a document."""
-    parallel = None if simulated is None else simulate.all_ranks(simulated)
-    compare_with_documents_one_by_one(make_tokens(1, 41), BORDERS, parallel, checkpointing)
 
 
 def rank_compares(rank, world_size, cuts):
@@ -262,7 +256,8 @@ def rank_compares(rank, world_size, cuts):
 )
 def test_loss_and_gradients_on_p_ranks_are_those_on_one(world_size, cuts):
     """Documents that end inside a shard, at its border, and at one that an empty rank shares; and texts in a batch,
-    whose labels cross the borders of shards, also over a rank that owns nothing. DDP takes the mean."""
+    whose labels cross the borders of shards, also over a rank that owns nothing. DDP takes the mean. Catches attention,
+    rotary positions or a label that crosses the border of a document."""
     run(world_size, rank_compares, cuts)
 
 

@@ -50,7 +50,7 @@ MUTANTS = (
         "models/torchscale/zero_rows.py",
         "return (length - 1) // branch.segment_length * branch.segment_length",
         "return length // branch.segment_length * branch.segment_length",
-        ("tests/models/test_zero_rows.py", *TORCHSCALE),
+        TORCHSCALE,
     ),
     Mutant(
         "the mean of a slide is over the tiles of all ranks",
