@@ -60,7 +60,7 @@ def output_of(example, num_processes, folder):
     if example in TOY:
         words, backend = TOY[example]
         given = (example, words, backend, folder)
-        return run(num_processes, rank_runs, *given, backend=backend)[0]
+        return run(num_processes, rank_runs, *given, backend=backend, seconds=200)[0]
     launcher = [sys.executable]
     if num_processes > 1:
         words = f"-m torch.distributed.run --standalone --nproc-per-node {num_processes}"
@@ -106,7 +106,7 @@ def test_runs_in_a_minute(example, tmp_path):
         assert float(norm) == pytest.approx(float(expected), rel=1e-4)
         words = ("--seq-len", "128", "--steps", "5", "--checkpoints", "saved")
         # goes on with the parts of four ranks
-        output += run(3, rank_runs, example, words, "gloo", tmp_path)[0]
+        output += run(3, rank_runs, example, words, "gloo", tmp_path, seconds=200)[0]
         assert "wrote saved/step-000020" in output
     losses = [float(x) for x in re.findall(r"loss'?:? '?([\d.]+)", output)]
     assert len(losses) >= 3
