@@ -13,19 +13,17 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from distributed import run
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface
 from transformers.models.auto import modeling_auto
 
 from ring_dilated_attention import DilatedPattern
-from ring_dilated_attention.integrations.transformers import register
+from ring_dilated_attention.integrations.transformers import convert_to_dilated, register
 from ring_dilated_attention.integrations.transformers.probe import FAILURES
 from ring_dilated_attention.reference import multiplicity
 
@@ -219,7 +217,9 @@ def outcome(kind: str, model: str) -> list[str]:
                 raise config
             fields = config.to_dict()
             with torch.device("meta"):
-                refusal = refused(model_class, config_class, fields)
+                refusal, conversion = refused(model_class, config_class, fields)
+            if (refusal is None) != (conversion is None):
+                return ["two ways", f"made: {refusal}; converted: {conversion}"]
             if refusal is not None and "does not run with dilated attention" not in refusal:
                 return ["refused", refusal]
             with torch.device("meta"):
@@ -235,8 +235,11 @@ def outcome(kind: str, model: str) -> list[str]:
     return ["not built", said(failures[0])]
 
 
-def refused(model_class: type, config_class: type, fields: dict[str, Any]) -> str | None:
-    """The sentence by which it is refused when it is made."""
+def refused(
+    model_class: type, config_class: type, fields: dict[str, Any]
+) -> tuple[str | None, str | None]:
+    """The sentences by which it is refused when it is made, and when it is converted."""
+    sentences: list[str | None] = [None, None]
     try:
         made(model_class, config_class, fields, "dilated")
     except ValueError as error:
@@ -244,8 +247,13 @@ def refused(model_class: type, config_class: type, fields: dict[str, Any]) -> st
             Path(x.filename).name for x in traceback.extract_tb(error.__traceback__)
         }:
             raise
-        return str(error)
-    return None
+        sentences[0] = str(error)
+    dense = made(model_class, config_class, fields, "eager")
+    try:
+        convert_to_dilated(dense, PATTERN)
+    except ValueError as error:
+        sentences[1] = str(error)
+    return sentences[0], sentences[1]
 
 
 def compare(dense: Any, plain: Tensor, fields: dict[str, Any]) -> list[str]:
@@ -275,7 +283,13 @@ def compare(dense: Any, plain: Tensor, fields: dict[str, Any]) -> list[str]:
             "another function",
             f"by {error:.0e}, where dense attention differs by {matters:.0e}",
         ]
-    return ["equal", way]
+    converted = made(model_class, config_class, fields, "eager")
+    convert_to_dilated(converted, PATTERN)
+    return (
+        ["equal", way]
+        if torch.equal(first(converted(**inputs)), found)
+        else ["two ways", "two functions"]
+    )
 
 
 def written(path: Path, outcomes: dict[str, list[str]]) -> None:
@@ -284,15 +298,6 @@ def written(path: Path, outcomes: dict[str, list[str]]) -> None:
     path.write_text(json.dumps(dict(sorted(everything.items())), indent=0) + "\n")
     counts = Counter(found for found, _ in everything.values())
     print(counts, f"{time.process_time():.0f} CPU s", flush=True)
-
-
-def over_ranks(
-    num_ranks: int, outcomes_of: Callable[..., dict[str, list[str]]], names: list[str]
-) -> dict[str, list[str]]:
-    """The first two ranks must agree. A third may take no part in a comparison, and not see what went wrong in it."""
-    outcomes, other, *_ = run(num_ranks, outcomes_of, names, seconds=1200)
-    assert outcomes == other
-    return outcomes
 
 
 def main() -> None:

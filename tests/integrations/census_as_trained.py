@@ -13,13 +13,15 @@ that attends across sequences, one whose positions meet elsewhere, or one that i
 import copy
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
-from census import LIST, MOST, configs, fill, inputs_of, over_ranks, said, written
+from census import LIST, MOST, configs, fill, inputs_of, said, written
+from distributed import run
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AttentionInterface
 
@@ -172,6 +174,15 @@ def rank_of_census(rank: int, world_size: int, names: list[str]) -> dict[str, li
     outcomes = {}
     for name in names:
         outcomes[name] = outcome_as_trained(*everything[name], contexts)
+    return outcomes
+
+
+def over_ranks(
+    num_ranks: int, outcomes_of: Callable[..., dict[str, list[str]]], names: list[str]
+) -> dict[str, list[str]]:
+    """The first two ranks must agree. A third may take no part in a comparison, and not see what went wrong in it."""
+    outcomes, other, *_ = run(num_ranks, outcomes_of, names, seconds=1200)
+    assert outcomes == other
     return outcomes
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import transformers
-from census import LIST, configs, inputs_of, made, over_ranks, said, written
+from census import LIST, configs, inputs_of, made, said, written
+from census_as_trained import over_ranks
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto

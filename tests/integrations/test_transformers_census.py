@@ -16,8 +16,8 @@ def on_one_device(names):
     return {name: census.outcome(*everything[name]) for name in names}
 
 
-over_two = partial(census.over_ranks, 2, census_ranks.rank_of_census)
-over_three = partial(census.over_ranks, 3, census_as_trained.rank_of_census)
+over_two = partial(census_as_trained.over_ranks, 2, census_ranks.rank_of_census)
+over_three = partial(census_as_trained.over_ranks, 3, census_as_trained.rank_of_census)
 # The committed list, all architectures, the outcomes of some, and into how many shares they are cut.
 LISTS = [
     (census.LIST, census.architectures, on_one_device, 24),
