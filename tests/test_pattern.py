@@ -184,7 +184,7 @@ def loaded(pattern):
     for name, default in defaults.items():
         if name != "is_causal" and getattr(pattern, name) != default:
             other = DilatedCache(replace(pattern, **{name: default}), 1, 4, 4, 2)
-            assert "the state is of a cache of" in message_of(
+            assert "the state was saved from a cache of" in message_of(
                 lambda o=other: o.load_state_dict(state)
             )
     return second

@@ -193,9 +193,10 @@ class DilatedPattern:
     ) -> "DilatedPattern":
         """LongNet's rule: segment lengths and rates grow alike, w_i = w_0 * a**i and r_i = a**i, up to max_len.
 
-        In branch i a segment has w_0 rows of each phase. Only one query in a**i has the phase that a head reads, so a
-        query attends to w_0 / a**i keys on average. Summed over the branches, it attends on average to fewer than w_0 *
-        a / (a - 1) keys. So the work is linear in the length (arXiv 2307.02486, section 2.4).
+        In branch i a segment has w_0 rows of each phase, and a head reads one phase. One of every a**i queries attends
+        to these w_0 keys, the others attend to none: w_0 / a**i keys per query on average. Summed over the branches,
+        these are fewer than w_0 * a / (a - 1) keys. So the work is linear in the length (arXiv 2307.02486, section
+        2.4).
 
         The paper's experiments (section 4.1) do not follow this rule: lengths (2048, 4096, 8192, 16384, 32768) have the
         rates (1, 2, 4, 6, 12). For these rates, call `DilatedPattern` itself.

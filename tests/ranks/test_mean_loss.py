@@ -138,7 +138,7 @@ def rank_is_given_what_cannot_be(rank, world_size):
     no_step = "step_count must be a number of at least 0, how many terms the sum has, got -1"
     unlike = "ranks disagree on call: rank {} has mean_loss, rank {} has mean_loss with step_count"
     for over, step_count, said in (
-        (everyone, 0, "4 terms in this micro-batch and step_count=0 in all"),
+        (everyone, 0, "step_count=0, but this micro-batch alone has 4 terms"),
         (everyone, -1 if rank == 1 else 3, no_step),
         (everyone, 3 if rank == 1 else None, unlike.format(0, 1)),
         (replicas, None, lacks),

@@ -97,7 +97,7 @@ class CachePlan:
     keep: int
     buffers: tuple[Buffers, ...]
     of_phase: dict[tuple[int, int], list[Buffers]]  # the entries of `buffers`, by (branch, phase)
-    # the segment lengths of the branches that have buffers, without the window
+    # the segment lengths of the branches that have buffers; the window is not one of these branches
     lengths: tuple[int, ...]
 
     @property

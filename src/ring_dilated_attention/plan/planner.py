@@ -92,7 +92,7 @@ class _Planner:
         return is_covered, is_covered and (self.pattern.heads == "all" or not self.shares_kv)
 
     def local_and_rings(self, rank: int) -> tuple[list[Tile], list[Ring]]:
-        """The tiles of a rank's queries times the same rank's keys in all branches, and the rings with this rank."""
+        """Two lists for a rank, over all branches: the tiles of its queries times its own keys, and its rings."""
         tiles: list[Tile] = []
         rings: dict[tuple[int, int], tuple[Ring, ...]] = {}  # by (branch, origin)
         for number, branch in enumerate(self.pattern.branches):

@@ -108,7 +108,8 @@ class _Maker:
         self.started: set[str] = set()
         self.gathered: set[str] = set()
 
-        # `late`: the names of buffers that exist only at the current hop. Each has a chunk of this rank, packed again.
+        # `late`: the names of buffers that exist only at the current hop. Each has a chunk of this rank, which this hop
+        # packs a second time, because the first copy was freed.
         self.late: list[str] = []
 
         # `arriving`: the steps that wait for unfinished gradients of this hop's chunks. The previous rank of each ring

@@ -48,8 +48,8 @@ class CallFacts(NamedTuple):
 
     rounds_results: bool = False  # whether results of tiles have 16 bits, unlike accumulators
     batch: int = 1
-    # Whether each batch entry begins in memory where the previous entry ends. If so, one kernel call can take the
-    # segments of all entries. If not, a tile of several segments needs a call for each entry.
+    # Whether each batch entry begins in memory where the previous entry ends. If so, one kernel call computes a tile
+    # for the whole batch. If not, a tile that covers more than one segment needs a call for each batch entry.
     folds: bool = True
     # how ranks deal heads (exchange heads for positions) before and after the attention; None if heads are not dealt
     dealing: Dealing | None = None

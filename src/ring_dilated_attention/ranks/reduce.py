@@ -49,8 +49,8 @@ def mean_loss(
         )
     if not count <= step < math.inf:
         raise ValueError(
-            f"the ranks have {count:g} terms in this micro-batch and step_count={step:g} in all: step_count must count "
-            "the terms of all micro-batches of the step, including this one."
+            f"step_count={step:g}, but this micro-batch alone has {count:g} terms over all ranks: "
+            "step_count must count the terms of all micro-batches of the step."
         )
     return GlobalMean.apply(
         local_sum.reshape(()), total, step if count else count, ranks.world_size

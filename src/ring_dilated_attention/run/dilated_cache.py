@@ -291,7 +291,7 @@ class DilatedCache:
         of = state.get("cache") if isinstance(state, dict) else state
         if of != self._described():
             raise ValueError(
-                f"the state is of a cache of {of}, but this cache is of {self._described()}."
+                f"the state was saved from a cache of {of}, but this is a cache of {self._described()}."
             )
 
         progress: Any = state.get("progress")  # (2, saved sequences)

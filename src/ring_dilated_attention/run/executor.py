@@ -573,8 +573,8 @@ def to_positions(x_BThD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) 
     batch, _, share, *dims = x_BThD.shape
     runs = x_BThD.split([num_rows for _, _, num_rows in dealing.runs], dim=1)
 
-    # `rows_of_place[i]`: a list of the runs of consecutive positions that rank i of the group owns, (B, rows, h, D)
-    # each.
+    # `rows_of_place[i]`: the rows of the positions that rank i of the group owns, a list of tensors (B, rows, h, D),
+    # one for each run of consecutive positions. An empty tensor comes first, so that the list is never empty.
     rows_of_place = [[x_BThD[:, :0]] for _ in dealing.lengths]
     for (place, _, _), rows in zip(dealing.runs, runs, strict=True):
         rows_of_place[place].append(rows)

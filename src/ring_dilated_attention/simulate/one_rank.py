@@ -161,8 +161,9 @@ class OneRankLink:
             head_dim = made[0].shape[-1]
             if batch * head_dim * chunk.size != buffer.numel():
                 raise ValueError(
-                    f"keys_and_values made keys {tuple(made[0].shape)} for {block.num_heads} heads of {block.num_rows} "
-                    f"rows, but batch * head_dim must be {buffer.numel() // chunk.size}, as on this rank."
+                    f"keys_and_values made keys of shape {tuple(made[0].shape)} for {block.num_heads} heads and "
+                    f"{block.num_rows} rows. Their batch * head_dim must be {buffer.numel() // chunk.size}, as it is "
+                    "for this rank's own keys."
                 )
             for target, x in zip(block_views(buffer, block, batch, head_dim), made, strict=True):
                 target.copy_(x)
