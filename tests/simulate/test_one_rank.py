@@ -100,7 +100,11 @@ def call(rank, num_ranks, others, **context):
             {"lengths": (4, 6)},
             "rank 1 has 4 positions, but lengths gives it 6",
         ),
-        ((1, 2, WrongChunks()), {}, r"made keys of shape \(1, 1, 4, 9\) for 1 heads and 4 rows.* 8,"),
+        (
+            (1, 2, WrongChunks()),
+            {},
+            r"made keys of shape \(1, 1, 4, 9\) for 1 heads and 4 rows.* 8,",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, context, message):
