@@ -1,5 +1,6 @@
 """Uses the installed package beside torch alone. install.py starts it in an empty folder, away from the sources."""
 
+import os
 import platform
 import re
 import subprocess
@@ -19,7 +20,9 @@ RDA = Path(sys.executable).parent / "rda"
 
 
 def rda(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([RDA, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    # torch says that there is no NumPy, which it need not have
+    quiet = os.environ | {"PYTHONWARNINGS": "ignore:Failed to initialize NumPy"}
+    return subprocess.run([RDA, *arguments], env=quiet, capture_output=True, text=True, timeout=120, check=False)
 
 
 def files(folder: Path) -> set[str]:
