@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 NAME = "ring-dilated-attention"
 
 
-def said(*command: object, folder: Path = ROOT) -> str:
+def said(*command, folder=ROOT):
     """What a command prints. Nothing of the environment leads Python to the sources."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(list(map(str, command)), cwd=folder, env=kept, stdout=subprocess.PIPE, text=True, check=False)
@@ -22,7 +22,7 @@ def said(*command: object, folder: Path = ROOT) -> str:
     return done.stdout
 
 
-def main() -> None:
+def main():
     given, torch = sys.argv[1:]
     version = said(given, "-c", "import platform; print(platform.python_version(), end='')")
     bare = ROOT / f".venv-bare-{version}-{torch.replace('==', '-')}"

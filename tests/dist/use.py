@@ -19,18 +19,18 @@ INSTALLED = Path(ring_dilated_attention.__file__).parent
 RDA = Path(sys.executable).parent / "rda"
 
 
-def rda(*arguments: str) -> subprocess.CompletedProcess[str]:
+def rda(*arguments):
     # torch says that there is no NumPy, which it need not have
     quiet = os.environ | {"PYTHONWARNINGS": "ignore:Failed to initialize NumPy"}
     return subprocess.run([RDA, *arguments], env=quiet, capture_output=True, text=True, timeout=120, check=False)
 
 
-def files(folder: Path) -> set[str]:
+def files(folder):
     found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {path.relative_to(folder).as_posix() for path in found}
 
 
-def check_package() -> None:
+def check_package():
     assert INSTALLED != SOURCES, f"{INSTALLED} was not installed"
     differing = files(SOURCES) ^ files(INSTALLED)
     assert not differing, f"files of the sources and of the package differ: {sorted(differing)}"
@@ -40,7 +40,7 @@ def check_package() -> None:
     assert [re.split(r"\W", line)[0] for line in needed] == ["torch"], f"it needs {needed}"
 
 
-def check_call() -> None:
+def check_call():
     query, key, value = (torch.randn(1, 100, 4, 16, requires_grad=True) for _ in range(3))
     out = dilated_attention(query, key, value, DilatedPattern.dense())
     heads_first = [x.transpose(1, 2) for x in (query, key, value)]
@@ -50,7 +50,7 @@ def check_call() -> None:
     assert query.grad is not None and query.grad.isfinite().all()
 
 
-def check_commands() -> None:
+def check_commands():
     for arguments in ("--help", "plan --help", "train --help"):
         done = rda(*arguments.split())
         assert done.returncode == 0 and done.stdout, done

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from helpers import message_of, rows_of
+from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.ranks.link import GroupLink
@@ -29,6 +30,11 @@ def strict():
     assert torch.empty(9).isnan().all()
 
 
+def mesh_of(*shape):
+    """Of CPUs: its outer axis is a ring, and heads are dealt along its inner one."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("ring", "heads"))
+
+
 def whole(seq_len, heads=(4, 2, 2), batch=1, head_dim=8, dtype=torch.float64):
     """Query, key and value, the same on every rank."""
     generator = torch.Generator().manual_seed(seq_len)
@@ -46,12 +52,6 @@ def with_gradients(attend, inputs, gradients=None):
     return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, gradients)]
 
 
-def by_definition(inputs, pattern, borders=None):
-    documents = None if borders is None else borders.tolist()
-    attend = partial(dilated_attention_reference, pattern=pattern, cu_seqlens=documents)
-    return with_gradients(attend, inputs)
-
-
 def check_step(parallel, inputs=None, pattern=PATTERN, borders=None, cut=None, bound=1e-12):
     """A forward and a backward give this rank its rows of what the definition gives. cut: its rows of a tensor."""
     inputs = whole(21) if inputs is None else inputs
@@ -59,7 +59,9 @@ def check_step(parallel, inputs=None, pattern=PATTERN, borders=None, cut=None, b
     options = {"pattern": pattern, "parallel": parallel, "cu_seqlens": borders}
     attend = partial(dilated_attention, return_lse=True, **options)
     found = with_gradients(attend, [cut(x) for x in inputs])
-    for x, exact in zip(found, by_definition(inputs, pattern, borders), strict=True):
+    documents = None if borders is None else borders.tolist()
+    reference = partial(dilated_attention_reference, pattern=pattern, cu_seqlens=documents)
+    for x, exact in zip(found, with_gradients(reference, inputs), strict=True):
         torch.testing.assert_close(x, cut(exact), rtol=0, atol=bound)
 
 
@@ -77,12 +79,13 @@ def check_refused(rank, world_size, cases):
             assert time.monotonic() - started < PATIENCE.total_seconds() / 2
 
 
-def noted_messages():
-    """Every message that this process posts from now on, but those of handshakes."""
+def noted_messages(of_handshakes=False):
+    """Every message that this process posts from now on: those of handshakes, or all others."""
     noted, post = [], GroupLink._post
 
     def noting_post(link, messages, moment):
-        noted.extend([] if link.name.startswith("control") else messages)
+        if link.name.startswith("control") == of_handshakes:
+            noted.extend(messages)
         return post(link, messages, moment)
 
     GroupLink._post = noting_post

@@ -9,7 +9,6 @@ import argparse
 import random
 import statistics
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
@@ -20,7 +19,7 @@ KINDS = ("kill", "stop", "raise")
 PLACES = ("user", "handshake", "after the handshake")  # and those of hops
 
 
-def places() -> Iterator[tuple[int, str, str]]:
+def places():
     """(world size, stage, place): all of them."""
     for world_size in (2, 3, 4):
         for stage in ("forward", "backward"):
@@ -31,7 +30,7 @@ def places() -> Iterator[tuple[int, str, str]]:
                     yield world_size, stage, f"hop {hop}, gradients"
 
 
-def draw(rng: random.Random, kind: str, world_size: int, stage: str, place: str) -> Fault:
+def draw(rng, kind, world_size, stage, place):
     """A fault at this place. (Under causality some ranks have no message at a hop: it is drawn for other places.)"""
     return Fault(
         world_size,
@@ -46,7 +45,7 @@ def draw(rng: random.Random, kind: str, world_size: int, stage: str, place: str)
     )
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     seed = parser.parse_args().seed

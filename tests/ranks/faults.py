@@ -11,16 +11,14 @@ import time
 from datetime import timedelta
 from functools import partial
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import distributed
 import torch
 import torch.distributed as dist
-from definition import DENSE, PATIENCE, check_step
+from definition import DENSE, PATIENCE, check_step, mesh_of
 from distributed import Ranks
 from helpers import message_of
-from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.plan.rounds import MOST_AT_ONCE
@@ -61,16 +59,16 @@ class Fault(NamedTuple):
     backend: str | None = "gloo"
 
     @property
-    def leaves_rank_alive(self) -> bool:
+    def leaves_rank_alive(self):
         return self.kind == "raise"
 
     @property
-    def is_silent(self) -> bool:
+    def is_silent(self):
         """Whether the others know of it by their timeout only: no connection is closed."""
         return self.kind == "stop" or (self.kind == "raise" and self.place == "user")
 
     @property
-    def must_be_named(self) -> bool:
+    def must_be_named(self):
         """Whether every other rank waits for this one until its timeout. Otherwise it may see first that another one
         gave up, and name that one."""
         return self.place == "user" and self.is_silent and self.world_size <= MOST_AT_ONCE
@@ -102,27 +100,30 @@ class UserError(Exception):
     """The failing rank's own error."""
 
 
-def run_trial(fault: Fault) -> Trial:
+def run_trial(fault):
     """Start the ranks, let one fail, and judge what the others saw."""
     hears, tells = Pipe(duplex=False)
     survivors = [
         rank for rank in range(fault.world_size) if rank != fault.rank or fault.leaves_rank_alive
     ]
-    stay = fault.kind != "kill"
+    stay, complaints = fault.kind != "kill", []
     with Ranks(fault.world_size, live, fault, tells, stay=stay, backend=fault.backend) as ranks:
         outcomes = ranks.collect(survivors, START_SECONDS + fault.timeout + SLACK_SECONDS)
-        # a process ends though a message is stuck which will never come through
-        ends = {} if stay else {rank: end_of_process(ranks.processes[rank]) for rank in survivors}
+        for rank in survivors if not stay else []:
+            # a process ends though a message is stuck which will never come through
+            process = ranks.processes[rank]
+            process.join(10)
+            if process.exitcode != 0:
+                complaints.append(f"rank {rank} ended with {process.exitcode}")
         if fault.kind == "stop" and hears.poll():  # it finds the groups broken when it goes on
             os.kill(ranks.processes[fault.rank].pid, signal.SIGCONT)
             outcomes |= ranks.collect([fault.rank], fault.timeout + SLACK_SECONDS)
         struck = hears.recv() if hears.poll() else None
     hears.close()
     tells.close()
-    complaints = [
+    complaints += [
         f"rank {rank}: {value}" for rank, (succeeded, value) in outcomes.items() if not succeeded
     ]
-    complaints += [f"rank {rank} ended with {code}" for rank, code in ends.items() if code != 0]
     if struck is None:
         complaints.append("the rank never came to the place where it was to fail")
     reports = {rank: outcome.value for rank, outcome in outcomes.items() if outcome.succeeded}
@@ -136,25 +137,15 @@ def run_trial(fault: Fault) -> Trial:
     )
 
 
-def end_of_process(process: Any) -> int | None:
-    process.join(10)
-    code: int | None = process.exitcode
-    return code
-
-
 # In the processes of the ranks.
 
 
-def live(rank: int, world_size: int, fault: Fault, tells: Connection) -> Report:
+def live(rank, world_size, fault, tells):
     """Steps of forward and backward until an error; then a new context of the ranks that are left."""
-    is_mesh = fault.exchange == "mesh"
-    group = (
-        init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("ring", "heads"))
-        if is_mesh
-        else None
-    )
-    exchange = "ring" if is_mesh else fault.exchange
-    cp = ContextParallel(group, exchange=exchange, timeout=timedelta(seconds=fault.timeout))
+    options = {"exchange": fault.exchange}
+    if fault.exchange == "mesh":
+        options = {"group": mesh_of(2, world_size // 2)}
+    cp = ContextParallel(**options, timeout=timedelta(seconds=fault.timeout))
     report = Report("none", "", time.monotonic())
     try:
         take_steps(cp, fault, Injection(fault, tells) if rank == fault.rank else None)
@@ -173,10 +164,10 @@ def live(rank: int, world_size: int, fault: Fault, tells: Connection) -> Report:
     return report
 
 
-def in_flight(cp: ContextParallel) -> str:
+def in_flight(cp):
     """Messages of a broken context that have not ended. One that ends after torch's profiler stopped would write to
     memory that the profiler has freed."""
-    pending = [x for link in cp.ranks.opened if link.failure for x in link._pending]  # type: ignore[union-attr]
+    pending = [x for link in cp.ranks.opened if link.failure for x in link._pending]
     names = [
         f"{x.moment}, {handle.deed}"
         for x in pending
@@ -186,7 +177,7 @@ def in_flight(cp: ContextParallel) -> str:
     return f"messages in flight: {'; '.join(names)}" if names else ""
 
 
-def take_steps(cp: ContextParallel, fault: Fault, injection: "Injection | None") -> None:
+def take_steps(cp, fault, injection):
     pattern = CAUSAL if fault.is_causal else DENSE
     num_heads = max(fault.chunk_bytes // (2 * ROWS * HEAD_DIM * 4), 2)
     x = torch.ones(1, ROWS, num_heads, HEAD_DIM, requires_grad=True)
@@ -204,40 +195,39 @@ def take_steps(cp: ContextParallel, fault: Fault, injection: "Injection | None")
 class Injection:
     """Lets this process fail at the place that a fault names."""
 
-    def __init__(self, fault: Fault, tells: Connection) -> None:
+    def __init__(self, fault, tells):
         self.fault, self.tells = fault, tells
         self.is_armed = False
         post, route = GroupLink._post, Processes.route
 
-        def failing_post(link: GroupLink, messages: Any, moment: str) -> Any:
-            if not (self.is_armed and messages and self.is_place(moment)):
-                return post(link, messages, moment)
-            if not fault.in_flight:
+        def failing_post(link, messages, moment):
+            is_here = self.is_armed and messages and self.is_place(moment)
+            if is_here and not fault.in_flight:
                 self.strike()
-                return post(link, messages, moment)
             pending = post(link, messages, moment)
-            self.strike()
+            if is_here and fault.in_flight:
+                self.strike()
             return pending
 
-        def failing_route(*args: Any) -> Any:
+        def failing_route(*args):
             if self.is_armed and fault.place == "after the handshake":
                 self.strike()
             return route(*args)
 
-        GroupLink._post, Processes.route = failing_post, failing_route  # type: ignore[method-assign]
+        GroupLink._post, Processes.route = failing_post, failing_route
 
-    def enter(self, step: int, stage: str) -> None:
+    def enter(self, step, stage):
         """Called by the user's loop before every forward and backward."""
         self.is_armed = (step, stage) == (FAILING_STEP, self.fault.stage)
         if self.is_armed and self.fault.place == "user":
             self.strike()
 
-    def is_place(self, moment: str) -> bool:
+    def is_place(self, moment):
         """A moment names the stage (a handshake's with the number of the call), and then the place."""
         stage, _, place = moment.partition(", ")
         return stage.split(" ")[0] == self.fault.stage and place == self.fault.place
 
-    def strike(self) -> None:
+    def strike(self):
         self.is_armed = False
         self.tells.send(time.monotonic())
         if self.fault.kind == "raise":
@@ -245,7 +235,7 @@ class Injection:
         os.kill(os.getpid(), signal.SIGKILL if self.fault.kind == "kill" else signal.SIGSTOP)
 
 
-def go_on(rank: int, world_size: int, fault: Fault) -> None:
+def go_on(rank, world_size, fault):
     """The ranks that are left use the default group among them, and a new context."""
     left = [k for k in range(world_size) if k != fault.rank or fault.leaves_rank_alive]
     for peer in left:
@@ -282,13 +272,13 @@ _IN_A_HANDSHAKE = re.compile(
 )
 
 
-def waited_for(rank: int, message: str) -> int | None:
+def waited_for(rank, message):
     """The rank that an error names; None if it does not name group, moment and rank."""
     found = _IN_A_MESSAGE.match(message) or _IN_A_HANDSHAKE.match(message)
     return int(found["peer"]) if found and int(found["own"]) == rank else None
 
 
-def judge(fault: Fault, reports: dict[int, Report], struck: float) -> list[str]:
+def judge(fault, reports, struck):
     """What is wrong with the reports of the ranks."""
     complaints = []
     bound = (fault.timeout if fault.is_silent else 0) + SLACK_SECONDS
@@ -320,7 +310,7 @@ def judge(fault: Fault, reports: dict[int, Report], struck: float) -> list[str]:
     return complaints
 
 
-def end_of(blame: dict[int, int | None], rank: int | None) -> int | None:
+def end_of(blame, rank):
     """From rank to rank along who waited for whom, to one who waited for nobody."""
     for _ in blame:
         if rank in blame:

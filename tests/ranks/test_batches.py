@@ -33,15 +33,8 @@ PATTERNS = [
 ]
 
 
-# One side of a message: is_send, peer, size, moment.
-Side = tuple[bool, int, int, str]
-Batches = list[list[Side]]  # of one rank, in the order of posting
-
-
-def posted(
-    exchange: str, stage: str, pattern: DilatedPattern, sharding: str, world_size: int
-) -> list[Batches]:
-    """What every rank posts."""
+def posted(exchange, stage, pattern, sharding, world_size):
+    """What every rank posts: batches of sides of messages, in order. A side is (is_send, peer, size, moment)."""
     shards = make_shards(sharding, ShardSpec(sharding, world_size).default_lengths(LENGTH))
     ranks = []
     for rank in range(world_size):
@@ -60,11 +53,11 @@ def posted(
     return ranks
 
 
-def stuck_ranks(ranks: list[Batches]) -> list[int]:
+def stuck_ranks(ranks):
     """Run everybody's batches; who has some left when nothing moves any more."""
     left = [[list(batch) for batch in batches] for batches in ranks]
 
-    def running(rank: int, peer: int, is_send: bool) -> Side | None:
+    def running(rank, peer, is_send):
         """The next message to or from a peer, if its turn has come."""
         sides = left[rank][0] if left[rank] else []
         return next((side for side in sides if side[:2] == (is_send, peer)), None)
@@ -99,7 +92,7 @@ def test_no_rank_is_stuck(exchange, stage, sharding, world_size):
 
 def test_receives_are_posted_before_sends():
     """Catches messages that go one way at a time between two gloo ranks, of which one is later (`exchange`)."""
-    posted: list[str] = []
+    posted = []
     link = GroupLink.__new__(GroupLink)
     link.members, link.backends = [0, 1], {"cpu": "gloo"}
     link._post = lambda messages, moment: posted.extend(

@@ -17,11 +17,10 @@ import distributed
 import pytest
 import torch
 import torch.distributed as dist
-from definition import PATIENCE, PATTERN, check_refused, whole
+from definition import PATIENCE, PATTERN, check_refused, mesh_of, whole
 from distributed import run
 from helpers import message_of, rows_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import (
     ContextParallel,
@@ -42,7 +41,7 @@ def attend(context, x=None):
 
 
 def rank_does_not_use_its_lse(rank, world_size):
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    mesh = mesh_of(1, 2)
     found = []
     for exchange in ("ring", "all_gather", "all_to_all", mesh):
         options = {"group": mesh} if exchange is mesh else {"exchange": exchange}
@@ -84,7 +83,7 @@ def test_a_rank_that_fails_alone_between_calls_of_attention():
     run(2, rank_runs_out_of_memory, seconds=15)
 
 
-def open_descriptors() -> int:
+def open_descriptors():
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
 
@@ -116,7 +115,7 @@ def test_a_context_that_is_closed():
 
 def rank_makes_contexts_again_and_again(rank, world_size):
     group = dist.new_group([0, 1])
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    mesh = mesh_of(2, 2)
     names = []
     for turn in range(6 if rank < 2 else 0):
         if rank == turn % 2:

@@ -6,9 +6,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from definition import check_step, whole
+from definition import check_step, mesh_of, whole
 from distributed import run
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
@@ -37,7 +36,7 @@ N, BATCH, HEAD_DIM = 61, 2, 8
 class BytesSent(TorchDispatchMode):
     """Counts what this rank hands to torch.distributed for others, below everything that the library counts."""
 
-    def __init__(self, count: Counter) -> None:
+    def __init__(self, count):
         super().__init__()
         self.count = count
 
@@ -86,9 +85,7 @@ def counter():
 def rank_counts(rank, world_size, exchange):
     """(bytes, pairs) of each forward and backward, as counted, and as planned."""
     count, found = counter(), []
-    group = None
-    if exchange == "mesh":
-        group = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("outer", "inner"))
+    group = mesh_of(world_size // 2, 2) if exchange == "mesh" else None
     for pattern, heads, kv_heads, dtype, cut in CASES:
         cp = ContextParallel(group, exchange="auto" if group else exchange, **cut)
         sizes = [(BATCH, N, h, HEAD_DIM) for h in (heads, kv_heads, kv_heads)]

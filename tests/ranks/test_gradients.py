@@ -4,22 +4,20 @@ Every function whose name starts with `rank` runs on every rank, and every rank 
 """
 
 import itertools
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from definition import PATIENCE, PATTERN
 from distributed import run
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, simulate
+from ring_dilated_attention import ContextParallel, simulate
 from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.ranks.reduce import SumOverRanks
 
-PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
-PATIENCE = timedelta(seconds=20)
 N = 23  # patches
 BORDERS = torch.tensor([0, 9, N], dtype=torch.int32)
 

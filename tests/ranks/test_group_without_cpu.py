@@ -5,12 +5,12 @@ Every function of the table is called on every rank, and in one process.
 """
 
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from definition import PATIENCE
 from distributed import LIKE_NCCL, over_gloo, run
 from helpers import StopAfter, message_of
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,7 +33,6 @@ from ring_dilated_attention.training.loop import train
 from ring_dilated_attention.training.options import Hyperparameters
 from ring_dilated_attention.training.run import Run
 
-PATIENCE = timedelta(seconds=20)
 PATTERN = DilatedPattern((4, 21), (1, 2), is_causal=True)
 CONFIG = LongNetConfig((4, 21), (1, 2), embed_dim=16, num_layers=2, num_heads=4)
 OPTIONS = Hyperparameters(

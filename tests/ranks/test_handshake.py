@@ -1,34 +1,24 @@
 """The handshake's messages, and its errors where it goes in rounds. Functions named `rank...` run on every rank."""
 
-from datetime import timedelta
-
 import pytest
+from definition import PATIENCE, noted_messages
 from distributed import run
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.ranks.handshake import RefusedError
-from ring_dilated_attention.ranks.link import GroupLink
 
 
 def rank_meets(rank, world_size):
     """Messages sent, and numbers found, of calls whose lengths stay, change on one rank, and are of two kinds."""
-    agree = ContextParallel(timeout=timedelta(seconds=20)).ranks.agree
-    sent, post = [], GroupLink._post
-
-    def counting_post(link, messages, moment):
-        sent.append(sum(op.__name__ == "isend" for op, *_ in messages))
-        return post(link, messages, moment)
-
-    GroupLink._post = counting_post
-    found = []
+    agree = ContextParallel(timeout=PATIENCE).ranks.agree
+    posted, found = noted_messages(of_handshakes=True), []
     changed = 5 + (rank == 1)
     calls = [("forward", 5), ("forward", 5), ("forward", changed)]
     calls += [("shard", -7 - rank), ("forward", changed)]  # `shard` compares hashes so
     for number, (kind, length) in enumerate(calls):
-        sent.clear()
+        posted.clear()
         lengths = agree(length, {"call": f"{kind} {number}"}, None)
-        found.append((lengths, sum(sent)))
-    sent.clear()
+        found.append((lengths, sum(op.__name__ == "isend" for op, *_ in posted)))
     alone = "no" if rank == 1 else None
     told = "no" if rank == 1 else "^rank 1 refused the call: no$"
     odd_call, odd_dtype = (

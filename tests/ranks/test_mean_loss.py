@@ -6,11 +6,11 @@ Every function whose name starts with `rank` runs on every rank, and every rank 
 
 import math
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
+from definition import PATIENCE
 from distributed import run
 from helpers import message_of
 from torch import nn
@@ -21,7 +21,6 @@ from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss
 from ring_dilated_attention.ranks.link import ExchangeError
 
-PATIENCE = timedelta(seconds=20)
 LENGTHS = ((41, 13), (9, 7))  # of two micro-batches, in each of two replicas
 CONFIG = LongNetConfig((4, 16), (1, 2), embed_dim=16, num_layers=1, num_heads=2, vocab_size=40)
 

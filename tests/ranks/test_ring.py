@@ -4,10 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from definition import check_step, whole
+from definition import check_step, mesh_of, whole
 from distributed import run
 from helpers import message_of
-from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.ranks import processes
@@ -53,10 +52,8 @@ def rank_equals_the_definition(rank, world_size):
         check(cases, partial(ContextParallel, exchange=exchange))
     # heads are dealt to ranks: phases go by the global head, and uneven lengths find their place
     check(cases, partial(ContextParallel, exchange="all_to_all"), head_multiple=world_size)
-    if (
-        world_size == 4
-    ):  # heads are dealt along the inner axis of a mesh, and keys go along the outer
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
+    if world_size == 4:
+        mesh = mesh_of(2, 2)
         for exchange in ("ring", "all_gather"):
             check(cases, partial(ContextParallel, mesh, exchange=exchange), head_multiple=2)
     query = torch.randn(1, 5, 2 * world_size - 1, 8)
@@ -78,7 +75,7 @@ def test_simulated_ranks_equal_the_definition(simulated):
 
 def rank_on_a_host(rank, world_size):
     processes.host_name = lambda: "bbaabb"[rank]  # not in the order of names
-    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("ring", "heads"))
+    mesh = mesh_of(3, 2)
     for group in (None, mesh):
         cp = ContextParallel(group)
         assert cp.ranks.all.members == [0, 1, 4, 5, 2, 3]
