@@ -697,24 +697,14 @@ def test_a_call_in_another_thread():
     run(2, rank_leaves_the_owner)
 
 
-class Nest(torch.autograd.Function):
-    """Backward within backward, so deep that autograd goes on in a thread of its own, as it does for a GPU."""
-
-    @staticmethod
-    def forward(ctx, x, depth, innermost):
-        ctx.rest = depth, innermost
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        depth, innermost = ctx.rest
-        with torch.enable_grad():
-            if depth:
-                x = torch.zeros(1, requires_grad=True)
-                Nest.apply(x, depth - 1, innermost).sum().backward()
-            else:
-                innermost()
-        return grad, None, None
+def nest(depth, innermost):
+    """Backward within backward: so deep that autograd goes on in a thread of its own, as it does for a GPU."""
+    if depth == 0:
+        innermost()
+        return
+    x = torch.zeros(1, requires_grad=True)
+    x.register_hook(lambda _: nest(depth - 1, innermost))
+    x.backward()
 
 
 def rank_recomputes_in_a_thread_of_autograd(rank, world_size):
@@ -732,7 +722,7 @@ def rank_recomputes_in_a_thread_of_autograd(rank, world_size):
         threads.append(threading.current_thread())
         loss.backward()
 
-    Nest.apply(torch.zeros(1, requires_grad=True), 80, innermost).sum().backward()
+    nest(80, innermost)
     assert threads != [threading.main_thread()]
     [expected] = torch.autograd.grad(attend(x), x)
     torch.testing.assert_close(x.grad, expected, rtol=1e-12, atol=1e-12)
