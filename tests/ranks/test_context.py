@@ -41,10 +41,8 @@ def attend(context, x=None):
 
 
 def rank_does_not_use_its_lse(rank, world_size):
-    mesh = mesh_of(1, 2)
-    found = []
-    for exchange in ("ring", "all_gather", "all_to_all", mesh):
-        options = {"group": mesh} if exchange is mesh else {"exchange": exchange}
+    found, contexts = [], [{"exchange": x} for x in ("ring", "all_gather", "all_to_all")]
+    for options in (*contexts, {"group": mesh_of(1, 2)}):
         context = ContextParallel(**options, timeout=PATIENCE)
         leaves = [rows_of(context, x).requires_grad_() for x in whole(16, heads=(4, 4, 4))]
         out, lse = dilated_attention(*leaves, PATTERN, parallel=context, return_lse=True)

@@ -1,5 +1,7 @@
 """What `simulate.measuring` says that simulated ranks hold and send, against their plans."""
 
+from functools import partial
+
 import torch
 from helpers import message_of
 
@@ -11,13 +13,14 @@ def test_measuring_adds_up_over_calls():
     """Bytes sent are a sum, the peak is a maximum; and what is done outside of the block is not counted."""
     cp = simulate.all_ranks(2)
     x, pattern = torch.ones(1, 8, 2, 4), DilatedPattern((8,), (1,))
-    dilated_attention(x, x, x, pattern, parallel=cp)
+    attend = partial(dilated_attention, x, x, x, pattern, parallel=cp)
+    attend()
     with simulate.measuring(cp) as once:
-        dilated_attention(x, x, x, pattern, parallel=cp)
+        attend()
     with simulate.measuring(cp) as twice:
-        dilated_attention(x, x, x, pattern, parallel=cp)
-        dilated_attention(x, x, x, pattern, parallel=cp)
-    dilated_attention(x, x, x, pattern, parallel=cp)
+        attend()
+        attend()
+    attend()
     for rank, (a, b) in enumerate(zip(once, twice, strict=True)):
         assert b == (rank, 2, 2 * a.sent_bytes, a.peak_bytes)
         assert a.sent_bytes == 2 * 4 * 2 * 4 * 4  # K and V, 4 positions, 2 heads of 4, float32

@@ -40,7 +40,6 @@ CASES = [
     (DilatedPattern(*SHORT, is_causal=True), 4, 64, 2, 1, [0, 41, 64], {"sharding": "zigzag"}),
     (DilatedPattern(*SHORT), 4, 60, 2, 2, None, {"lengths": (7, 0, 40, 13)}),
     (DilatedPattern((32, 128, 256), (1, 3, 65), is_causal=True), 8, 256, 4, 1, None, {}),
-    (DilatedPattern((32, 128, 256), (1, 3, 33)), 8, 256, 2, 1, None, {}),
     (
         DilatedPattern((100, 150), (1, 9), is_causal=True, phase="blocked"),
         *(8, 256, 1, 2, None, {"sharding": "zigzag"}),
