@@ -306,7 +306,7 @@ def test_a_token_moves_exactly_what_it_should(case):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("which", [0, 1, 2])
-@pytest.mark.parametrize("case", INFLUENCE_CASES, ids=str)
+@pytest.mark.parametrize("case", [*INFLUENCE_CASES, *WINDOW_CASES], ids=str)
 def test_nan_and_inf_stay_in_their_segments(case, which, bad):
     """Catches 0 * NaN: one bad row of query, key or value may spoil the segments that read it, in its batch entry and
     the query heads that share it, and nothing else, to the bit; the same for gradients. (Within a segment also earlier
@@ -320,6 +320,8 @@ def test_nan_and_inf_stay_in_their_segments(case, which, bad):
     head = inputs[which].shape[2] - 1
     shared = range(head * ratio, (head + 1) * ratio) if which else [head]
     not_causal = replace(pattern, is_causal=False)
+    if pattern.window is not None:  # also the blocks beside its own, which are at most w long
+        not_causal = replace(not_causal, window=4 * pattern.window)
     together = multiplicity(not_causal, seq_len, num_heads, borders) > 0
     t = next(t for t in range(seq_len // 2, seq_len) if together[shared[0], t, t])
 

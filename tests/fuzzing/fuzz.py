@@ -51,7 +51,6 @@ KINDS = (
     "calls",
     "simulated",
     "ranks",
-    "losses",
     "caches",
     "torchscale",
 )

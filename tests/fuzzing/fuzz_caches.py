@@ -4,7 +4,7 @@ Tokens, slices and ragged batches; positions that are taken back, entries that b
 and loaded; all heads of a layer or some of them; plain calls and compiled ones.
 
 What must hold: every row of out and lse within a bound of the definition; padding comes out as nothing and is not read;
-what may be taken back is taken back; what cannot be is a ValueError, after which the cache is as it was.
+what may be taken back is taken back.
 Uninitialised memory, the cache's own above all, is NaN.
 
 B batch, N positions of a whole sequence, M rows of one call, H query heads, G key/value heads, D head dim.
@@ -12,22 +12,27 @@ B batch, N positions of a whole sequence, M rows of one call, H query heads, G k
 
 import io
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from fuzz import Trial, broken, nothing
-from fuzz_calls import why_not_refused
-from fuzz_oracle import DTYPES, STRIDES, Answer, answer_to, difference, draw_call, tensors_of
+from fuzz_oracle import (
+    DTYPES,
+    STRIDES,
+    Answer,
+    answer_to,
+    difference,
+    draw_call,
+    draw_heads,
+    tensors_of,
+)
 from helpers import poisoned_memory
-from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ring_dilated_attention import DilatedCache, dilated_attention
 from ring_dilated_attention.ranks.call import Call as RankCall
 from ring_dilated_attention.run import append, dilated_cache
 
-Attend = Callable[..., tuple[Tensor, Tensor]]
 COMPILERS = ["eager", "eager", "aot_eager"]  # inductor takes seconds for a graph
 NUM_ACTIONS = 12
 MOST_FRAMES = 6  # graphs of one compiled function, each a fraction of a second
@@ -42,16 +47,6 @@ def try_case(rng, folder):
         finally:
             if compiler is not None:
                 torch._dynamo.reset()
-
-
-def why_changed(cache, attempt):
-    """Why what cannot be was not refused as it should be, or None."""
-    memory, progress = cache.memory.clone(), cache.progress.clone()
-    complaint = why_not_refused(attempt)
-    same = torch.equal(cache.memory.view(torch.uint8), memory.view(torch.uint8))
-    if complaint is None and not (same and torch.equal(cache.progress, progress)):
-        complaint = "it is refused, and the cache has changed"
-    return complaint
 
 
 def causal(call):
@@ -77,14 +72,11 @@ class Conversation:
         self.rng, self.compiler = rng, compiler
         self.call = call = causal(draw_call(rng, dtypes=DTYPES, sinks=True))
         self.limits = draw_limits(rng, call)
-        start = rng.choice([0, rng.randrange(call.num_kv_heads)])
-        stop = rng.choice([call.num_kv_heads, rng.randint(start + 1, call.num_kv_heads)])
-        ratio = call.num_heads // call.num_kv_heads
-        heads = range(start * ratio, stop * ratio)
+        self.heads, own = draw_heads(rng, call)
+        heads = range(self.heads.start, self.heads.stop)
         self.held = {}  # what calls and caches are told of their heads
         if len(heads) < call.num_heads or rng.random() < 0.2:
             self.held = {"heads_held": heads}
-        self.heads, own = slice(heads.start, heads.stop), slice(start, stop)
         self.cache = self.new_cache(call.batch, self.limits)
         inputs, dout, dlse = tensors_of(call)
         with torch.inference_mode(False), torch.enable_grad():
@@ -122,7 +114,7 @@ class Conversation:
     def actions(self):
         if self.only_tokens:
             return [self.append]
-        others = [self.crop, self.crop, self.fork, self.load, self.reset, self.refuse]
+        others = [self.crop, self.crop, self.fork, self.load, self.reset]
         return [self.append] * 7 + others
 
     def append(self):
@@ -232,22 +224,6 @@ class Conversation:
         for b in range(self.batch) if rows is None else rows:
             self.positions[b] = self.highest[b] = 0
         return None
-
-    def refuse(self):
-        """A call that cannot be: a ValueError, and nothing has changed."""
-        kinds, max_len = ["negative", "more than there are"], self.limits["max_len"]
-        if max_len is not None and max_len - max(self.positions) < 60:
-            kinds.append("beyond max_len")
-        kind, num_new = self.rng.choice(kinds), 2
-        if kind == "beyond max_len":
-            num_new = max_len - max(self.positions) + 1
-        counts = [num_new] * self.batch
-        if kind != "beyond max_len":
-            counts[self.rng.randrange(self.batch)] = -1 if kind == "negative" else 3
-        self.said.append(f"refuse lengths {kind}")
-        rows = [x[:1, :1].expand(self.batch, num_new, -1, -1) for x in self.inputs]
-        lengths = torch.tensor(counts)
-        return why_changed(self.cache, lambda: self.attend(*rows, self.cache, lengths))
 
 
 def try_sequence(rng, compiler):

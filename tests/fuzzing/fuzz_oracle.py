@@ -136,6 +136,14 @@ def draw_call(rng, *, dtypes=DTYPES, head_multiple=1, sinks=False):
     )
 
 
+def draw_heads(rng, call):
+    """Some heads of a layer, or all: slices of the query heads and of the key/value heads."""
+    start = rng.choice([0, rng.randrange(call.num_kv_heads)])
+    stop = rng.choice([call.num_kv_heads, rng.randint(start + 1, call.num_kv_heads)])
+    ratio = call.num_heads // call.num_kv_heads
+    return slice(start * ratio, stop * ratio), slice(start, stop)
+
+
 def tensors_of(call):
     """query, key, value and the gradient of out in the call's dtype, and the gradient of lse as its results have it."""
     generator = torch.Generator().manual_seed(call.seed)

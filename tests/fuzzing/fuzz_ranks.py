@@ -1,19 +1,19 @@
-"""Real ranks (gloo): calls, modules and losses against the definition on one device; and one rank that errs.
+"""Real ranks (gloo): calls against the definition on one device; `mean_loss`; and one rank that errs.
 
-What must hold: every rank has its rows of the right numbers; and whatever one rank does wrong before the handshake,
+What must hold: every rank has its rows of the right numbers; whatever sums and counts ranks give, each gets the exact
+mean, and its gradient; and whatever one rank does wrong before the handshake,
 all ranks get a ValueError within seconds, nobody waits for the timeout, and the context serves on.
 """
 
 import functools
+import math
 import traceback
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from fuzz import Trial, broken, nothing
 from fuzz_calls import HOSTILE, arranged, hostile, results
-from fuzz_modules import by_hand, draw_language_model, draw_module, why_unequal
-from fuzz_oracle import NAMES, Answer, answer_to, borders_of, difference, draw_call, tensors_of
+from fuzz_oracle import NAMES, Answer, answer_to, difference, draw_call, tensors_of
 from fuzz_simulated import RING_BREAKAGES, draw_cut
 from fuzz_teams import PATIENCE, in_ranks, try_on_ranks, why_not_refused_at_once
 from helpers import rows_of
@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_dilated_attention import ContextParallel, dilated_attention
 from ring_dilated_attention.attention import attention
 from ring_dilated_attention.layers import multihead
-from ring_dilated_attention.models import LongNetLM
 from ring_dilated_attention.ranks import context
 
 EXCHANGES = ("auto", "ring", "all_gather", "all_to_all")
+FLOATS = [torch.float64] * 3 + [torch.float32, torch.float32, torch.bfloat16, torch.float16]
 
 
 def try_case(rng, folder):
@@ -43,7 +43,7 @@ class Desk:
 
     def deeds(self):
         """What may be done in a case, and how often."""
-        return {self.call: 8, self.refused: 3, self.module: 2, self.loss: 2}
+        return {self.call: 8, self.refused: 3, self.mean: 5}
 
     def trial_of(self, rng):
         """What this rank finds. All draw the same numbers."""
@@ -120,64 +120,71 @@ class Desk:
             complaint = complaint or self.why_no_answer(rng, parallel, call)
         return f"rank {self.odd} has {name} {number}, {call}, {told(parallel)}", complaint
 
-    def module(self, rng):
-        """A module over shards is the module on one device, row by row, and so are the sums of its gradients."""
-        seq_len = rng.randint(1, 40)
-        with self.context(rng, seq_len, ["auto", "ring", "all_gather"]) as parallel:
-            module = draw_module(rng, head_multiple=self.world_size, parallel=parallel)
-            x = torch.randn(1, seq_len, module.embed_dim, dtype=torch.float64)
-            documents = None
-            if seq_len > 1 and rng.random() < 0.5:
-                documents = (0, rng.randint(1, seq_len - 1), seq_len)
-            expected = by_hand(module, x, documents)
-            local = rows_of(parallel, x)
-            found, _ = module(local, local, local, cu_seqlens=borders_of(documents))
-            complaint = why_unequal("out", found, rows_of(parallel, expected))
-            dout = torch.randn_like(expected)
-            pairs = [(module, found, rows_of(parallel, dout)), (module, expected, dout)]
-            complaint = complaint or self.why_gradients_unequal(pairs, 1.0)
-        return f"{module}, {seq_len} positions, documents {documents}, {told(parallel)}", complaint
-
-    def loss(self, rng):
-        """The loss of a language model over shards, and the mean of the ranks' gradients, are those of one device."""
-        seq_len = rng.randint(2, 40)
-        with self.context(rng, seq_len, ["auto"]) as parallel:
-            alone = draw_language_model(rng, head_multiple=self.world_size)
-            how = alone.activation_checkpointing
-            model = LongNetLM(alone.config, parallel=parallel, activation_checkpointing=how)
-            model.double().load_state_dict(alone.state_dict())
-            tokens = torch.randint(alone.config.vocab_size, (1, seq_len))
-            local = rows_of(parallel, tokens)
-            right, own = alone.loss(tokens), model.loss(local)
-            complaint = why_unequal("loss", own, right)
-            logits, expected = model(local), alone(tokens)
-            complaint = complaint or why_unequal("logits", logits, rows_of(parallel, expected))
-            if rng.random() < 0.5:  # by a user's own hand, over all rows
-                right = expected.square().mean()
-                own = parallel.mean_loss(logits.square().sum(), logits.numel())
-                complaint = complaint or why_unequal("mean_loss", own, right)
-            pairs = [(model, own, None), (alone, right, None)]
-            complaint = complaint or self.why_gradients_unequal(pairs, 1 / self.world_size)
-        return f"{alone.config}, {seq_len} positions, {told(parallel)}", complaint
-
-    def why_gradients_unequal(self, pairs, factor):
-        """All ranks' gradients, summed and times a factor, against those of one device: of a model, result and dout."""
-        own, right = (
-            torch.autograd.grad(y, [*model.parameters()], dout, materialize_grads=True)
-            for model, y, dout in pairs
-        )
-        names = [name for name, _ in pairs[0][0].named_parameters()]
-        total = torch.cat([x.flatten() for x in own])
-        dist.all_reduce(total)
-        grads = (total * factor).split([x.numel() for x in own])
-        for name, x, y in zip(names, grads, right, strict=True):
-            if complaint := why_unequal(f"gradient of {name}", x.view(y.shape), y):
-                return complaint
-        return None
+    def mean(self, rng):
+        """`mean_loss` of sums of any floating dtypes and counts of any forms, a few of them 0, NaN or infinite."""
+        with self.context(rng, 9) as parallel:
+            sums = [draw_sum(rng) for _ in range(self.world_size)]
+            counts = [draw_count(rng) for _ in range(self.world_size)]
+            if sum(map(number, counts)) < 1:
+                counts[self.odd] = 3
+            steps, step_count = None, None
+            if rng.random() < 0.3:
+                steps = [number(count) + rng.randint(0, 99) for count in counts]
+                step_count = steps[parallel.rank]
+            total, count = sum(map(number, sums)), sum(map(number, steps or counts))
+            own = sums[parallel.rank]
+            found = parallel.mean_loss(own, counts[parallel.rank], step_count=step_count)
+            mean = torch.tensor(total / count, dtype=torch.float64)
+            complaint = why_no_mean("the mean", found, mean.to(own.dtype))
+            if own.requires_grad and not complaint:
+                [grad] = torch.autograd.grad(found, [own], torch.full_like(found, 1.5))
+                right = torch.full(own.shape, 1.5 * self.world_size / count, dtype=torch.float64)
+                complaint = why_no_mean("its gradient", grad, right.to(own.dtype))
+        return f"{sums} over {counts} of {steps}, {told(parallel)}", complaint
 
 
 def told(parallel):
     return f"exchange {parallel.exchange}, {parallel.cut}"
+
+
+def number(x):
+    return float(x.detach() if isinstance(x, Tensor) else x)
+
+
+def draw_sum(rng):
+    usual = [rng.uniform(-9, 9), rng.uniform(-9, 9), 0.0, 1e4 * rng.random()]
+    value = rng.choice([*usual, math.nan, math.inf, -math.inf])
+    shape = rng.choice([(), (), (1,), (1, 1)])
+    x = torch.full(shape, value, dtype=rng.choice(FLOATS))
+    return x.requires_grad_(rng.random() < 0.7)
+
+
+def draw_count(rng):
+    """A number of terms; weights of terms may add up to anything."""
+    usual = [0, 1, rng.randint(1, 50), rng.randint(1, 50)]
+    count = rng.choice([*usual, 10**6, 2**40 + 1, 2.5, 2.0**24 + 1])
+    form = rng.choice(["number", "number", "tensor", "tensor", "one", "grad"])
+    if form == "number":
+        return count
+    dtypes = [torch.uint8, torch.int32, torch.float16, torch.float32]
+    if count > 100 or count == 2.5:
+        dtypes = [torch.float64]
+    if count != 2.5:
+        dtypes.append(torch.int64)
+    x = torch.tensor(count, dtype=rng.choice(dtypes))
+    x = x[None] if form == "one" else x
+    return x.requires_grad_() if form == "grad" and x.is_floating_point() else x
+
+
+def why_no_mean(name, found, expected):
+    """Equal to a rounding or two of the dtype, NaN and infinity too."""
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return f"{name} is {found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+    eps = 2 * torch.finfo(found.dtype).eps
+    is_near = torch.allclose(
+        found, expected, rtol=eps, atol=4 * torch.finfo(found.dtype).tiny, equal_nan=True
+    )
+    return None if is_near else f"{name} is {found}, and should be {expected}"
 
 
 def mean_of_each_shard(ranks, local_sum, local_count, step_count=None):

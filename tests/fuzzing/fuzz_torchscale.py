@@ -88,6 +88,7 @@ def try_model(rng):
     batch = rng.choice([1, 1, 2, 3])
     num_positions = rng.choice([rng.randint(1, 9), rng.randint(1, 45)])
     given = torch.randn(batch, num_positions, model.config.embed_dim, dtype=torch.float64)
+    given.requires_grad_()
     *states, expected = by_hand(model, given)
     if how == "states":
         pairs = zip(model(given, collect=lambda x: x), states, strict=True)
@@ -99,7 +100,7 @@ def try_model(rng):
     else:
         found = model(given)
         complaint = why_unequal("out", found, expected)
-        complaint = complaint or why_gradients_unequal(model, found, expected)
+        complaint = complaint or why_gradients_unequal(model, given, found, expected)
     kind = f"{model.config.padding}, {how}"
     return Trial(kind, f"{model.config}, {tuple(given.shape)}", complaint)
 

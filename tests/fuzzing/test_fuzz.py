@@ -8,10 +8,9 @@ from fuzz_oracle import why_off
 SEED = 20251122
 FEWER = {
     "simulated": 50,
-    "ranks": 30,
+    "ranks": 48,
     "commands": 40,
     "caches": 50,
-    "losses": 20,
     "torchscale": 40,
 }
 

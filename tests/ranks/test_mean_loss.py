@@ -1,5 +1,5 @@
 """`mean_loss`: what it takes; unequal replicas, micro-batches of one step, and samples without a label. `make fuzz`,
-kind `losses`, has sums and counts of all forms, and labels that are ignored.
+kind `ranks`, has sums and counts of all forms, and labels that are ignored.
 
 Every function whose name starts with `rank` runs on every rank, and every rank asserts.
 """
