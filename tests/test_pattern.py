@@ -1,6 +1,7 @@
 """Patterns that are made by a rule: dense attention of any length, and LongNet's geometric sequences."""
 
 import copy
+import io
 import json
 import pickle
 from dataclasses import asdict, fields, replace
@@ -152,6 +153,7 @@ CARRIERS = {
     "repr": lambda pattern: eval(repr(pattern)),
     "pickle": lambda pattern: pickle.loads(pickle.dumps(pattern)),
     "copy": copy.deepcopy,
+    "torch's file": lambda pattern: loaded_by_torch(pattern),
     "layer": lambda pattern: copy.deepcopy(MultiheadDilatedAttention(8, 4, pattern)).pattern,
     "call": lambda pattern: Call.from_text(call_of(pattern).text).pattern,
     "LongNetConfig": lambda pattern: config_of(pattern).pattern,
@@ -167,6 +169,13 @@ def call_of(pattern):
     return validate.call_of(
         (query, key, value), pattern, None, None, None, "auto", False, None, None
     )
+
+
+def loaded_by_torch(pattern):
+    file = io.BytesIO()
+    torch.save({"pattern": pattern}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)["pattern"]
 
 
 def config_of(pattern):

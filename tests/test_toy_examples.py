@@ -131,14 +131,14 @@ def test_a_slide(tmp_path, monkeypatch, capsys):
         assert said in capsys.readouterr().err
 
 
-def on_a_rank(rank, world_size, backend, function, *args):
+def on_a_rank(rank, world_size, function, *args):
     torch.set_num_threads(1)
-    with over_gloo() if backend == LIKE_NCCL else contextlib.nullcontext():
+    with over_gloo():
         return function(*args)
 
 
-def on_two_ranks(function, *args, backend=LIKE_NCCL):
-    return run(2, on_a_rank, backend, function, *args, backend=backend)
+def on_two_ranks(function, *args):
+    return run(2, on_a_rank, function, *args, backend=LIKE_NCCL)
 
 
 def test_serving_on_two_ranks_writes_what_one_writes():
@@ -179,17 +179,16 @@ def test_longer_sequences(tmp_path):
     options = [*TINY.split(), "--steps", "1", "--data", str(text), "--run-folder", str(folder)]
     assert cli.main(["train", *options]) == 0
     main, words = LONGER["main"], ["--trained", str(folder), "--lengths", "64", "128"]
-    for backend in ("gloo", LIKE_NCCL):
-        shared, _ = on_two_ranks(measured_here, folder, backend=backend)
-        with (
-            mock.patch.dict(main.__globals__, measured_by_two=lambda *_, shared=shared: shared),
-            contextlib.redirect_stdout(io.StringIO()) as printed,
-        ):
-            main(words)
-        assert re.findall(r"^ +(\d+) .* \((\w+)\)$", printed.getvalue(), re.MULTILINE) == [
-            ("64", "measured"),
-            ("128", "computed"),
-        ]
+    shared, _ = on_two_ranks(measured_here, folder)
+    with (
+        mock.patch.dict(main.__globals__, measured_by_two=lambda *_: shared),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        main(words)
+    assert re.findall(r"^ +(\d+) .* \((\w+)\)$", printed.getvalue(), re.MULTILINE) == [
+        ("64", "measured"),
+        ("128", "computed"),
+    ]
     assert imread(folder / "longer.png").std() > 0.1
     # 3 n + 2 n^2
     dense = LONGER["dense_seconds"]([(10, 230.0), (20, 860.0)], [10, 100])

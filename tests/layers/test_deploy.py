@@ -54,49 +54,39 @@ def padded_batch(lengths, num_positions):
     return x.masked_fill(mask[..., None], torch.nan), mask  # padding must not be read
 
 
-@pytest.fixture(scope="module")
-def exported_folder(tmp_path_factory):
-    """model.pt2, and expected.pt: an input and its output."""
-    folder = tmp_path_factory.mktemp("exported")
+def test_an_exported_file_loads_after_a_plain_import(tmp_path):
+    """The op is found in either order of imports, and until then without other files or torch's compiler. Before torch,
+    it is looked for first, as packages do that ask whether torch is there."""
     torch.manual_seed(0)
     module, x = Block(rotary=True).eval(), torch.randn(1, 51, 16)
     with torch.no_grad():
         exported = torch.export.export(
             module, (torch.randn(1, 40, 16),), dynamic_shapes=({1: Dim("N", min=1)},)
         )
-        torch.export.save(exported, folder / "model.pt2")
-        torch.save((x, module(x)), folder / "expected.pt")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("first", "loads"),
-    [
-        ("ring_dilated_attention, torch", False),
+        torch.export.save(exported, tmp_path / "model.pt2")
+        torch.save((x, module(x)), tmp_path / "expected.pt")
+    for first, loads in (
         ("torch, ring_dilated_attention", True),
-        # as packages do that ask whether torch is there before they import it
         (
             "ring_dilated_attention, importlib.util; importlib.util.find_spec('torch'); import torch",
             False,
         ),
-    ],
-    ids=["before torch", "after torch", "before torch, which is looked for first"],
-)
-def test_an_exported_file_loads_after_a_plain_import(first, loads, exported_folder):
-    """The op is found in either order of imports, and until then without other files or torch's compiler."""
-    code = f"""if True:
-        import sys
-        import {first}
-        names = [name for name in sys.modules if name.startswith("ring_dilated_attention.")]
-        assert set(names) <= {{"ring_dilated_attention.pattern"}}, names
-        assert "torch._dynamo" not in sys.modules, "torch's compiler was imported"
-        if {loads}:
-            x, expected = torch.load("{exported_folder}/expected.pt")
-            out = torch.export.load("{exported_folder}/model.pt2").module()(x)
-            torch.testing.assert_close(out, expected)
-        torch.ops.ring_dilated_attention.forward.default
-    """
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+    ):
+        code = f"""if True:
+            import sys
+            import {first}
+            names = [name for name in sys.modules if name.startswith("ring_dilated_attention.")]
+            assert set(names) <= {{"ring_dilated_attention.pattern"}}, names
+            assert "torch._dynamo" not in sys.modules, "torch's compiler was imported"
+            if {loads}:
+                x, expected = torch.load("expected.pt")
+                out = torch.export.load("model.pt2").module()(x)
+                torch.testing.assert_close(out, expected)
+            torch.ops.ring_dilated_attention.forward.default
+        """
+        subprocess.run(
+            [sys.executable, "-W", "error", "-c", code], check=True, timeout=120, cwd=tmp_path
+        )
 
 
 @pytest.mark.parametrize(
@@ -258,14 +248,6 @@ def test_a_damaged_state_is_refused_in_a_sentence(state, message):
     module = layer()
     with pytest.raises(ValueError, match=message):
         module.load_state_dict(module.state_dict() | {"_extra_state": state})
-
-
-def test_torch_loads_a_pattern(tmp_path):
-    pattern = DilatedPattern((8, 32), (1, 4), window=6, is_causal=True)
-    torch.save({"pattern": pattern}, tmp_path / "made.pt")
-    loaded = torch.load(tmp_path / "made.pt", weights_only=True)["pattern"]
-    assert loaded == pattern
-    assert loaded.text == pattern.text
 
 
 def through_dcp(rank, world_size, folder):
