@@ -28,19 +28,20 @@ TRAIN = ["train", "--data", "text.txt", "--steps", "4", *TINY.split()]
 
 
 def refuse_on(rank, world_size):
-    """What ranks raise when the last one refuses, when they differ, and when none of both is so."""
+    """What ranks of two launchers raise when the last one refuses, when they differ, and what they hear without."""
+    os.environ["LOCAL_RANK"] = str(rank % 2)
     parallel, found = ContextParallel(), []
 
     def action():
         if rank == world_size - 1:
             raise OSError(28, "No space left on device", "Bücher")
-        return rank
 
     for attempt in (
         lambda: together(parallel, action),
         lambda: check_alike(parallel, {"the code": "old" if rank else "new"}),
         lambda: check_alike(parallel, {"the code": "new"}),
         lambda: found.append(together(parallel, lambda: rank)),
+        lambda: found.append(values_of_all(parallel, (rank, rank * "Prüfung \udcff"))),
     ):
         try:
             attempt()
@@ -49,37 +50,18 @@ def refuse_on(rank, world_size):
     return found
 
 
-def refuse_under_a_launcher(rank, world_size):
-    with mock.patch.dict(os.environ, {"LOCAL_RANK": str(rank % 2)}):
-        return refuse_on(rank, world_size)[:2]
-
-
 def test_each_reason_is_said_once_by_each_launcher():
-    """Two launchers of two ranks: the first rank of each speaks. A reason of several ranks is named once."""
-    results = run_ranks(4, refuse_under_a_launcher)
-    assert results[1] == results[3] == ["", ""]
-    assert results[0] == results[2]
-    assert results[0][0].count("rank 3 on host") == 1
-    assert results[0][1].count("rank ") == 2  # of four ranks, three of which have the same code
-
-
-def told(rank, world_size):
-    return values_of_all(ContextParallel(), (rank, rank * "Prüfung \udcff"))
-
-
-def test_all_hear_what_all_say():
-    """Texts of any length, also of paths that hold no letters."""
-    assert run_ranks(3, told) == [[[k, k * "Prüfung \udcff"] for k in range(3)]] * 3
-
-
-def test_ranks_learn_what_another_refuses():
+    """Two launchers of two ranks: the first rank of each speaks. A reason of several ranks is named once. All hear
+    texts of any length, also of paths that hold no letters."""
     host = socket.gethostname()
-    results = run_ranks(3, refuse_on)
-    reason = "Bücher: No space left on device"
-    for rank, found in enumerate(results):
-        assert found[0] == f"rank 2 on host {host}: {reason}"
-        assert f"the code (rank 0 on host {host}: new, rank 1 on host {host}: old)" in found[1]
-        assert found[2:] == [rank]
+    refused = f"rank 3 on host {host}: Bücher: No space left on device"
+    for rank, found in enumerate(run_ranks(4, refuse_on)):
+        if rank % 2 == 0:
+            assert found[0] == refused
+            assert f"the code (rank 0 on host {host}: new, rank 1 on host {host}: old)" in found[1]
+        else:
+            assert found[:2] == ["", ""]
+        assert found[2:] == [rank, [[k, k * "Prüfung \udcff"] for k in range(4)]]
 
 
 def as_rank(rank, world_size, folder, words, prepare=nullcontext):

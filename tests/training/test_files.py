@@ -16,8 +16,14 @@ from ring_dilated_attention.commands.embed.folder import EmbeddingFolder
 from ring_dilated_attention.training.checkpoint import save_checkpoint
 from ring_dilated_attention.training.files import mentions, write_whole
 from ring_dilated_attention.training.loop import make_optimizers
-from ring_dilated_attention.training.metrics import Metrics, is_of
+from ring_dilated_attention.training.metrics import METRICS_FILE, Metrics, is_of
 from ring_dilated_attention.training.options import Hyperparameters
+from ring_dilated_attention.training.run_folder import (
+    LOCK_FILE,
+    STARTS_FILE,
+    count_start,
+    own_folder,
+)
 
 RUN = "0123456789abcdef"
 
@@ -60,6 +66,30 @@ def test_whose_a_file_is(name):
     assert is_mine(io.BytesIO(ours.encode()))
     for content in (*map(str.encode, others), SCRIPT, b"\xff\xfe", PICTURE):
         assert not is_mine(io.BytesIO(content)), content
+
+
+THEIRS = [b"mine\n", b"\xff", b"[" * 10**5, b'{"run": "b", "bits_per_byte": 2.0}\n', None]
+BEGINNINGS = {
+    METRICS_FILE: lambda folder: Metrics(folder, RUN, 0, 0),
+    STARTS_FILE: partial(count_start, anew=False),
+    LOCK_FILE: lambda folder: own_folder(folder).__enter__(),
+}
+
+
+@pytest.mark.parametrize("content", THEIRS)
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_what_somebody_else_put_where_a_run_writes_stays(name, content, tmp_path):
+    """Files, and a folder."""
+    path = tmp_path / name
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    said = "was not made by .*, and nothing is written over it|Is a directory"
+    with pytest.raises((OSError, ValueError), match=said):
+        BEGINNINGS[name](tmp_path)
+    assert list(tmp_path.rglob("*")) == [path]
+    assert content is None or path.read_bytes() == content
 
 
 def test_the_records_that_are_there_are_known():

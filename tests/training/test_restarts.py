@@ -35,7 +35,7 @@ from ring_dilated_attention.training.agreement import store_of_launcher
 from ring_dilated_attention.training.checkpoint import signed
 from ring_dilated_attention.training.metrics import Metrics
 from ring_dilated_attention.training.rank_launcher import LAUNCHER, RESTART, end_with_launcher
-from ring_dilated_attention.training.run_folder import STARTS_FILE, count_start, own_folder
+from ring_dilated_attention.training.run_folder import count_start, own_folder
 from ring_dilated_attention.training.stop_request import StopRequest
 
 SIZE = Size(steps=36, timeout=4, restarts=9)
@@ -212,14 +212,6 @@ def test_what_counts_is_starts_without_a_checkpoint_not_the_count_of_a_launcher(
     # the torchrun that had restarted least goes on: its 2 is less than 7, and no repetition
     leave_checkpoint(10)
     assert [start(number) for number in (9, 2, 3, 4)] == [True, True, True, False]
-
-
-@pytest.mark.parametrize("content", [b"", b"mine\n", b"\xff"])
-def test_a_file_of_somebody_else_counts_no_start(content, tmp_path):
-    (tmp_path / STARTS_FILE).write_bytes(content)
-    said = r"was not made by rda train, and nothing is written over it"
-    with pytest.raises(ValueError, match=said):
-        count_start(tmp_path, anew=False)
 
 
 def test_a_folder_is_waited_for(tmp_path):

@@ -31,17 +31,6 @@ def test_nothing_is_left_of_a_run_that_left_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("content", ["my notes", '{"made_by": "somebody else"}', "[" * 10**5])
-def test_a_file_of_that_name_is_not_overwritten(content, tmp_path):
-    (tmp_path / LOCK_FILE).write_text(content)
-    with (
-        pytest.raises(ValueError, match="was not made by rda train, and nothing is written"),
-        own_folder(tmp_path),
-    ):
-        pass
-    assert (tmp_path / LOCK_FILE).read_text() == content
-
-
 def test_what_cannot_be_a_folder(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "run"):

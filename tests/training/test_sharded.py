@@ -84,6 +84,11 @@ def whole(model, optimizers):
     return {name: getattr(x, "full_tensor", x.clone)().numpy() for name, x in tensors.items()}
 
 
+def save_cut(folder, model, optimizers):
+    state = {"run": "a run", "step": 2}
+    return save_checkpoint(folder, state, model, optimizers, model.parallel, is_cut=True)
+
+
 def write_rank(rank, world_size, folder):
     """Two steps, a checkpoint, and a third step. Returns what was to be written."""
     model, optimizers = sharded_here(TINY)
@@ -96,9 +101,7 @@ def write_rank(rank, world_size, folder):
             optimizer.step()
         if step == 1:
             expected = whole(model, optimizers)
-            save_checkpoint(
-                folder, {"run": "a run", "step": 2}, model, optimizers, model.parallel, is_cut=True
-            )
+            save_cut(folder, model, optimizers)
     assert not all(
         numpy.array_equal(x, expected[name]) for name, x in whole(model, optimizers).items()
     )
@@ -176,14 +179,10 @@ def test_a_run_goes_on_to_the_bit(tmp_path):
     assert alone["bits_per_byte"] == pytest.approx(never["bits_per_byte"], abs=1e-3)
 
 
-def in_a_folder_of_its_own(rank, folder):
-    (folder / str(rank) / "run").mkdir(parents=True)
-    os.chdir(folder / str(rank))
-
-
 def sharing_rank(rank, world_size, folder, other):
     """The first rank has a lock in its folder, and the other rank another one or none. Then they share a folder."""
-    in_a_folder_of_its_own(rank, folder)
+    (folder / str(rank) / "run").mkdir(parents=True)
+    os.chdir(folder / str(rank))
     parallel, run = ContextParallel(), make_run(Path("run"))
     owns = nullcontext() if rank == world_size - 1 and other == "none" else own_folder(Path("run"))
     with owns, pytest.raises(Refusal) as caught:
@@ -213,14 +212,12 @@ def hang(*args, **options):
 def hanging_rank(rank, world_size, folder):
     """The second rank's disk hangs."""
     distributed_c10d._set_pg_timeout(timedelta(seconds=1))  # which `rda train` sets by --timeout
-    model, optimizers = sharded_here(TINY, timedelta(seconds=1))
+    held = sharded_here(TINY, timedelta(seconds=1))
     with (
         mock.patch.object(checkpoint, "save", side_effect=hang) if rank else nullcontext(),
         pytest.raises(RuntimeError) as caught,
     ):
-        save_checkpoint(
-            folder, {"run": "a run", "step": 2}, model, optimizers, model.parallel, is_cut=True
-        )
+        save_cut(folder, *held)
     return str(caught.value)
 
 
@@ -234,11 +231,9 @@ def full_disk_rank(rank, world_size, folder):
     if rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-    model, optimizers = sharded_here(TINY)
+    held = sharded_here(TINY)
     with pytest.raises(Refusal) as caught:
-        save_checkpoint(
-            folder, {"run": "a run", "step": 2}, model, optimizers, model.parallel, is_cut=True
-        )
+        save_cut(folder, *held)
     return str(caught.value)
 
 
