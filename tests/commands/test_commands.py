@@ -163,7 +163,6 @@ SUGGEST = split("suggest --seq-len 4Ki --heads 4 --speedup")
     ("line", "message"),
     [
         ("plan --batch=--", "--batch=--: -- is no value"),  # for argparse it is an empty list
-        ("plan --ranks 4", "the following arguments are required: --seq-len"),
         (
             "plan --seq-len 4Ki",
             "missing --segment-lengths and --dilation-rates, or --window: rda s",
@@ -177,7 +176,6 @@ SUGGEST = split("suggest --seq-len 4Ki --heads 4 --speedup")
         ("PLAN --hardware h100 --bandwidth 50", "--bandwidth 50.0 must be from 1e+06 to 1e+14"),
         ("PLAN --bandwidth 1e9", "give --hardware too"),
         (f"PLAN --seq-len {2**63 - 1}", f"must be at most 17,592,186,044,416, got {2**63 - 1}"),
-        ("PLAN --ranks 2Mi", "argument --ranks: must be at most 1,048,576, got 2097152"),
         ("PLAN --sharding zigzag_documents", "needs --documents"),
         ("PLAN --documents 5 4", "--documents add up to 9"),
         ("PLAN --picture x.png", "at most 128 positions, and --seq-len is 4,096"),
@@ -196,11 +194,7 @@ SUGGEST = split("suggest --seq-len 4Ki --heads 4 --speedup")
         ("suggest", "the following arguments are required: --seq-len, --heads, --speedup"),
         ("SUGGEST 0.5", "--speedup must be at least 1"),
         ("SUGGEST 1e9", "every pattern that was tried needs more work"),
-        ("SUGGEST 2 --layers 1e15", "--layers: must be at most 10,000"),
-        ("SUGGEST 2 --seq-len 1e40", "--seq-len: must be at most 17,592,186,044,416"),
-        ("doctor --ranks 0", "--ranks: must be at least 1"),
         ("doctor --ranks 1M", "--ranks: must be at most 256"),
-        ("doctor --timeout 0", "--timeout: must be at least 1, got 0"),
         ("doctor --save new.toml", "new.toml needs two ranks or more"),
         ("doctor --ranks 2 --save slow.toml", "slow.toml was not made by this run of rda doctor"),
     ],

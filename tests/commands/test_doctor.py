@@ -167,8 +167,8 @@ def test_without_rank_0_one_sentence_is_said():
     assert ended.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [RankFailedError("rank 1: no device"), ValueError("no device")])
-def test_the_reason_of_a_failed_rank_is_said(error, capsys):
+def test_the_reason_of_a_failed_rank_is_said(capsys):
+    error = RankFailedError("rank 1: no device")
     with mock.patch.object(processes, "run_ranks", side_effect=error):
         assert cli.main(split("doctor --ranks 2")) == 1
     assert capsys.readouterr().err == f"rda doctor: not ready: {error}\n"

@@ -127,7 +127,6 @@ def bad_slides():
     features, coords = tiles(9)
     for name, arrays, reason in (
         ("no_coords.h5", (features, None), "holds no coordinates: it has features, and coords"),
-        ("no_features.npz", (None, coords), "holds no features: it has coords"),
         ("outside.h5", (features, coords + 256_000), "lies in cell (1"),
         ("sparse.pt", (features.to_sparse(), coords), "parse"),
         ("large.pt", (features * 1e38, coords), "are finite, but not the embedding"),
@@ -166,33 +165,20 @@ def test_bad_slides_do_not_stop_the_others(capsys):
     assert_embedded()
 
 
-def device_is_full():
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-
-
-@pytest.mark.parametrize(
-    ("allocate", "message"),
-    [
-        (device_is_full, "Tried to allocate 9 GiB"),
-        (lambda: torch.empty(2**50), "can't allocate memory: you tried to allocate 45035996"),
-        (lambda: bytearray(2**60), "MemoryError"),
-    ],
-    ids=["cuda", "cpu", "python"],
-)
-def test_a_slide_that_does_not_fit_the_memory(allocate, message, capsys, monkeypatch):
+def test_a_slide_that_does_not_fit_the_memory(capsys, monkeypatch):
     """It is named, and the others are embedded."""
     forward = LongNetViT.forward
 
     def limited(self, x, *args, **options):
         if x.shape[1] > 50:
-            allocate()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
         return forward(self, x, *args, **options)
 
     monkeypatch.setattr(LongNetViT, "forward", limited)
     assert embed(f"{C} {A} {B}") == 1
     error = said(capsys)
     assert f"rda embed: {C}: " in error
-    assert message in error
+    assert "Tried to allocate 9 GiB" in error
     assert embeddings().keys() == {"a", "b"}
 
 
@@ -326,5 +312,4 @@ def test_coordinates_in_other_units_are_warned_of(capsys):
         assert embed(words) == 0
         err = said(capsys)
         assert err.count("tiles lie in") == err.count(warning) == num_warnings
-        assert err.count("(--tile-size) is the distance") == num_warnings
     assert embeddings().keys() == {"numbers", "c"}

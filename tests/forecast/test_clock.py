@@ -102,8 +102,6 @@ def test_nothing_faster_is_slower(data):
     )
     before, after = (model_step(plans, Sizes(1, 4, 2), hardware) for hardware in (slow, fast))
     assert after.step_seconds <= before.step_seconds
-    assert all(rank.exposed_seconds >= 0 for rank in after.ranks)
-    assert all(rank.computing_seconds <= after.step_seconds * (1 + 1e-9) for rank in after.ranks)
 
 
 def test_plans_of_different_jobs_are_noticed():
@@ -195,9 +193,7 @@ def run_programs(plans, hardware):
 
 
 JOBS = [
-    (DilatedPattern((8, 64), (1, 2)), "contiguous", 64, 2, (2, 2), None),
     (DilatedPattern((64,), (1,)), "contiguous", 61, 3, (2, 1), None),
-    (DilatedPattern((64,), (1,), is_causal=True), "contiguous", 64, 4, (2, 2), None),
     (DilatedPattern((64,), (1,), is_causal=True), "zigzag", 64, 4, (2, 2), None),
     (DilatedPattern((8, 20, 48), (1, 2, 3), is_causal=True), "zigzag", 61, 3, (4, 2), None),
     (DilatedPattern((20, 60), (1, 4), is_causal=True), "contiguous", 60, 5, (4, 2), None),

@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -460,16 +459,8 @@ def in_folder(folder, function, *args):
         shutil.rmtree(folder)
 
 
-class Setting(NamedTuple):
-    """Of a trial."""
-
-    launcher: str
-    moment: str
-    is_sharded: bool
-    is_forked: bool
-
-
 def setting_of(kind, number):
+    """Of a trial: its launcher, the moment, whether it has --fsdp, and whether its processes are forked."""
     launcher = "torchrun" if number % 4 == 3 else "rda"
     if kind == "agent":
         launcher = ("rda", "two agents", "torchrun", "two agents")[number % 4]
@@ -479,31 +470,27 @@ def setting_of(kind, number):
         moment = "step"
     is_sharded = kind == "fsdp" or (kind == "writing" and number % 2 == 1)
     # Of each four trials, which have all launchers, all are forked or none.
-    return Setting(launcher, moment, is_sharded, number // 4 % 2 == 1)
+    return launcher, moment, is_sharded, number // 4 % 2 == 1
 
 
 def numbered_trial(folder, seed, kind, wholes, number):
     """wholes: of a run without --fsdp, and of one with it."""
-    setting = setting_of(kind, number)
-    options = ["--fsdp"] if setting.is_sharded else []
-    start = ForkedLauncher if setting.is_forked else started
-    job = Job(setting.launcher, Size(), start, *options)
+    launcher, moment, is_sharded, is_forked = setting_of(kind, number)
+    options = ["--fsdp"] if is_sharded else []
+    job = Job(launcher, Size(), ForkedLauncher if is_forked else started, *options)
     rng = random.Random(f"{seed} {kind} {number}")
-    arguments = ({kind: setting.moment}, job, rng, wholes[setting.is_sharded])
+    arguments = ({kind: moment}, job, rng, wholes[is_sharded])
     return in_folder(folder / f"trial-{number}", run_trial, *arguments)
 
 
 def row_of(kind, trials):
-    settings = [setting_of(kind, number) for number in range(len(trials))]
     ended = [trial.ended for trial in trials if trial.ended is not None]
     went_on = [trial.outcome for trial in trials].count("went on")
     return {
         "kind": kind,
         "number": len(trials),
-        "launchers": Counter(sorted(setting.launcher for setting in settings)),
         "went_on": went_on,
         "went_on_by_the_same_command": len(trials) - went_on,
-        "struck_at": Counter(sorted(setting.moment for setting in settings)),
         "failed": sum(bool(trial.complaints) for trial in trials),
         "median_seconds": round(statistics.median(trial.seconds for trial in trials), 1),
         "most_seconds_of_orphans": round(max(ended), 1) if ended else None,
@@ -548,9 +535,8 @@ def main():
             trials = []
             for number, trial in enumerate(pool.map(one, range(num_trials))):
                 trials.append(trial)
-                verdict = "FAILED" if trial.complaints else "ok"
-                setting = " ".join(map(str, setting_of(kind, number)[:2]))
-                print(f"{number:3}  {kind}, {setting}, {trial.seconds:.1f} s  {verdict}:", end=" ")
+                launcher, moment, *_ = setting_of(kind, number)
+                print(f"{number:3}  {kind}, {launcher} {moment}, {trial.seconds:.1f} s", end="  ")
                 print("\n     ".join([trial.outcome, *trial.complaints]), flush=True)
             rows.append(row_of(kind, trials))
             keep(rows, seconds=round(time.monotonic() - start))
