@@ -19,10 +19,9 @@ N, HEADS = 16, 3
 
 def moved(model, borders):
     """(L, N, N) bool: whether the hidden state of query i after layer l has other bits if token j is another one."""
-    generator, n = torch.Generator().manual_seed(0), borders[-1]
-    tokens = torch.randint(VOCAB, (n,), generator=generator)
-    more = torch.randint(1, VOCAB, (n, 1), generator=generator)
-    changed = (tokens + torch.eye(n, dtype=torch.int64) * more) % VOCAB
+    n = borders[-1]
+    tokens = torch.randint(VOCAB, (n,))
+    changed = (tokens + torch.eye(n, dtype=torch.int64)) % VOCAB
     packed = None if len(borders) == 2 else torch.tensor(borders, dtype=torch.int32)
     states = []
     for block in model.blocks:

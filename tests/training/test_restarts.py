@@ -74,7 +74,7 @@ def begun(job):
         job.clear()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
@@ -88,7 +88,6 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("launcher", "ranks_at_last"), [("rda", 2), ("torchrun", 3)])
-@pytest.mark.usefixtures("in_a_folder")
 def test_one_of_each_fault(launcher, ranks_at_last, whole):
     """One run is struck again and again, and comes to the bit to what it would have come to. `fsdp` takes longer: it is
     in `make faults` alone. Where three ranks go on from two, their first loss agrees within 1e-5, and the final one
@@ -100,7 +99,6 @@ def test_one_of_each_fault(launcher, ranks_at_last, whole):
     assert "rda train: restart 1 of 9 from run/checkpoint-0000" in job.said.read_text()
 
 
-@pytest.mark.usefixtures("in_a_folder")
 def test_the_only_rank_of_a_torchrun_without_restarts_ends_with_it():
     """Catches one that trains alone, and on."""
     job = new_job("torchrun", steps=2000, restarts=0)
@@ -153,7 +151,6 @@ def die_before_a_checkpoint():
     loop.share_of_peak = dying
 
 
-@pytest.mark.usefixtures("in_a_folder")
 def test_restarts_end():
     """When three starts left no new checkpoint. (When they are used up, all is as without them.)"""
     job = new_job(change=die_before_a_checkpoint)
@@ -179,7 +176,6 @@ def refuse_at_the_third_step():
     Metrics.add = full
 
 
-@pytest.mark.usefixtures("in_a_folder")
 def test_ranks_that_refuse_are_not_started_again():
     """Although the other one ends with an error, since it lost the one that refused. A new run leaves nothing."""
     job = new_job(change=refuse_at_the_third_step)
@@ -202,7 +198,6 @@ def start(number):
     return True
 
 
-@pytest.mark.usefixtures("in_a_folder")
 def test_what_counts_is_starts_without_a_checkpoint_not_the_count_of_a_launcher():
     """Each torchrun counts its own restarts, and rank 0 may be of another one after each. The first start of a command
     counts anew."""

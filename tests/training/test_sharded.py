@@ -48,12 +48,10 @@ TINY = Hyperparameters(
 )  # fmt: skip
 
 
-def make_run(folder, *, fsdp=True, resume=False, **changes):
-    options = Hyperparameters(**{**vars(TINY), **changes})
-    document = Document(TEXT, "text", options.seq_len, options.held_out_bytes)
+def make_run(folder, *, fsdp=True, resume=False):
     return Run(
-        options,
-        document,
+        TINY,
+        Document(TEXT, "text", TINY.seq_len, TINY.held_out_bytes),
         folder,
         find_checkpoint(folder) if resume else None,
         save_every=2,

@@ -80,43 +80,47 @@ def saved_bytes(folder):
     return {name: x.numpy().tobytes() for name, x in tensors.items()}
 
 
-class TestDocument:
-    def test_window_is_a_function_of_seed_and_step(self):
-        document = Document(TEXT, "text", 48, 96)
-        windows = [bytes(document.train_windows(0, step, 48, 2)) for step in range(50)]
-        assert len({window[i : i + 48] for window in windows for i in (0, 48)}) > 80
-        assert windows[7] != bytes(document.train_windows(1, 7, 48, 2))
-        # The bytes themselves: another order of the data would break every resumed run.
-        assert windows[0] == TEXT[WINDOWS[0] :][:48] + TEXT[WINDOWS[1] :][:48]
+def test_window_is_a_function_of_seed_and_step():
+    document = Document(TEXT, "text", 48, 96)
+    windows = [bytes(document.train_windows(0, step, 48, 2)) for step in range(50)]
+    assert len({window[i : i + 48] for window in windows for i in (0, 48)}) > 80
+    assert windows[7] != bytes(document.train_windows(1, 7, 48, 2))
+    # The bytes themselves: another order of the data would break every resumed run.
+    assert windows[0] == TEXT[WINDOWS[0] :][:48] + TEXT[WINDOWS[1] :][:48]
 
-    def test_held_out_bytes_are_the_end_and_never_trained_on(self):
-        content = bytes(range(200))
-        document = Document(content, "text", 32, 95)
-        trained = {byte for step in range(300) for byte in document.train_windows(0, step, 32, 2)}
-        assert trained == set(content[:-95])
 
-    def test_shortest_document(self):
-        document = Document(bytes(8), "text", 4, 4)
-        assert document.num_train == len(document.train_windows(0, 3, 4, 1)) == 4
-        remedy = r"text has 7 bytes.* 4 \+ 4 = 8: pass more --data, or a smaller --held-out-b"
-        with pytest.raises(ValueError, match=remedy):
-            Document(bytes(7), "text", 4, 4)
+def test_held_out_bytes_are_the_end_and_never_trained_on():
+    content = bytes(range(200))
+    document = Document(content, "text", 32, 95)
+    trained = {byte for step in range(300) for byte in document.train_windows(0, step, 32, 2)}
+    assert trained == set(content[:-95])
 
-    def test_source_files_are_sorted_and_skip_what_is_not_source(self):
-        names = "b.py a/z.py a-b.py site-packages/x.py json/tests/y.py test/x.py a/__pycache__/q.py"
-        found = source_files(map(PurePosixPath, names.split()))
-        assert list(map(str, found)) == ["a-b.py", "a/z.py", "b.py"]
 
-    def test_default_is_megabytes_of_the_standard_library(self):
-        document = load_document([], 32_768, 131_072)
-        assert len(document.content) > 3e6
-        assert Path(json.__file__).read_bytes() in document.content
+def test_shortest_document():
+    document = Document(bytes(8), "text", 4, 4)
+    assert document.num_train == len(document.train_windows(0, 3, 4, 1)) == 4
+    remedy = r"text has 7 bytes.* 4 \+ 4 = 8: pass more --data, or a smaller --held-out-b"
+    with pytest.raises(ValueError, match=remedy):
+        Document(bytes(7), "text", 4, 4)
 
-    def test_files_make_one_document(self, tmp_path):
-        paths = [str(tmp_path / name) for name in ("b.txt", "a.txt")]
-        for path in paths:
-            Path(path).write_text(path[-5:])
-        assert load_document(paths, 4, 1).content == b"b.txta.txt"
+
+def test_source_files_are_sorted_and_skip_what_is_not_source():
+    names = "b.py a/z.py a-b.py site-packages/x.py json/tests/y.py test/x.py a/__pycache__/q.py"
+    found = source_files(map(PurePosixPath, names.split()))
+    assert list(map(str, found)) == ["a-b.py", "a/z.py", "b.py"]
+
+
+def test_default_is_megabytes_of_the_standard_library():
+    document = load_document([], 32_768, 131_072)
+    assert len(document.content) > 3e6
+    assert Path(json.__file__).read_bytes() in document.content
+
+
+def test_files_make_one_document(tmp_path):
+    paths = [str(tmp_path / name) for name in ("b.txt", "a.txt")]
+    for path in paths:
+        Path(path).write_text(path[-5:])
+    assert load_document(paths, 4, 1).content == b"b.txta.txt"
 
 
 def held_out_of_steps(folder):
@@ -124,104 +128,109 @@ def held_out_of_steps(folder):
     return [json.loads(line)["held_out_bits_per_byte"] for line in lines]
 
 
-class TestLoop:
-    def test_resumed_run_equals_uninterrupted_to_the_bit(self, tmp_path):
-        """Within a phase, and at the borders of phases."""
-        sizes = PHASES | {"dtype": "bfloat16"}
-        whole = train(tiny_run(tmp_path / "whole", **sizes), ContextParallel(), NEVER)
-        scores = held_out_of_steps(tmp_path / "whole")
-        assert [score is not None for score in scores] == [True] * 4 + [False]
-        for stop_after in (1, 2, 4):
-            folder = tmp_path / str(stop_after)
-            first = train(tiny_run(folder, **sizes), ContextParallel(), StopAfter(stop_after))
-            assert (first["status"], first["step"]) == ("interrupted", stop_after)
-            assert first["held_out_bits_per_byte"] is None
-            second = train(tiny_run(folder, resume=True, **sizes), ContextParallel(), NEVER)
-            assert second["status"] == "complete"
-            assert held_out_of_steps(folder) == scores
-            for name in ("bits_per_byte", "held_out_bits_per_byte"):
-                assert second[name] == whole[name]
-            assert saved_bytes(folder) == saved_bytes(tmp_path / "whole")
+def test_resumed_run_equals_uninterrupted_to_the_bit(tmp_path):
+    """Within a phase, and at the borders of phases."""
+    sizes = PHASES | {"dtype": "bfloat16"}
+    whole = train(tiny_run(tmp_path / "whole", **sizes), ContextParallel(), NEVER)
+    scores = held_out_of_steps(tmp_path / "whole")
+    assert [score is not None for score in scores] == [True] * 4 + [False]
+    for stop_after in (1, 2, 4):
+        folder = tmp_path / str(stop_after)
+        first = train(tiny_run(folder, **sizes), ContextParallel(), StopAfter(stop_after))
+        assert (first["status"], first["step"]) == ("interrupted", stop_after)
+        assert first["held_out_bits_per_byte"] is None
+        second = train(tiny_run(folder, resume=True, **sizes), ContextParallel(), NEVER)
+        assert second["status"] == "complete"
+        assert held_out_of_steps(folder) == scores
+        for name in ("bits_per_byte", "held_out_bits_per_byte"):
+            assert second[name] == whole[name]
+        assert saved_bytes(folder) == saved_bytes(tmp_path / "whole")
 
-    def test_loss_falls_below_that_of_byte_frequencies(self, tmp_path):
-        """Byte frequencies alone give 4.1 bits on this text; what is less was learned from context."""
-        scores = {}
-        for dtype in (None, "float32", "bfloat16"):
-            sizes = {"steps": 60, "seq_len": 96, "learning_rate": 2e-2, "dtype": dtype}
-            record = train(tiny_run(tmp_path / str(dtype), **sizes), ContextParallel(), NEVER)
-            assert abs(record["bits_per_byte"][0] - 8) < 0.2
-            scores[dtype] = record["held_out_bits_per_byte"]
-        assert max(scores.values()) < 2
-        assert scores["bfloat16"] != scores["float32"] == scores[None]
 
-    @pytest.mark.parametrize(
-        ("flags", "words", "dtype"),
-        [
-            ("fma avx512_bf16 avx2", [], "bfloat16"),
-            ("fma amx_bf16 amx_int8", [], "bfloat16"),
-            ("fma avx512f avx2", [], None),
-            ("fma avx512_bf16 avx2", ["--dtype", "float32"], "float32"),
-            ("fma avx512f avx2", ["--dtype", "bfloat16"], "bfloat16"),
-        ],
-    )
-    def test_the_dtype_is_the_processors_or_the_users(self, flags, words, dtype):
-        """A run that goes on keeps its dtype, on another processor too."""
-        parser = ArgumentParser()
-        add_hyperparameters(parser, int)
-        with mock.patch.object(machine, "_values", return_value=iter([flags])):
-            options = resolve(parser.parse_args(words))
-        assert options.dtype == dtype
-        for other in ("avx2", "avx512_bf16"):
-            with mock.patch.object(machine, "_values", return_value=iter([other])):
-                assert resolve(parser.parse_args([]), options).dtype == dtype
+def test_loss_falls_below_that_of_byte_frequencies(tmp_path):
+    """Byte frequencies alone give 4.1 bits on this text; what is less was learned from context."""
+    scores = {}
+    for dtype in (None, "float32", "bfloat16"):
+        sizes = {"steps": 60, "seq_len": 96, "learning_rate": 2e-2, "dtype": dtype}
+        record = train(tiny_run(tmp_path / str(dtype), **sizes), ContextParallel(), NEVER)
+        assert abs(record["bits_per_byte"][0] - 8) < 0.2
+        scores[dtype] = record["held_out_bits_per_byte"]
+    assert max(scores.values()) < 2
+    assert scores["bfloat16"] != scores["float32"] == scores[None]
 
-    def test_diverged_loss_stops_the_run(self, tmp_path):
-        run = tiny_run(tmp_path, learning_rate=1e30, warmup_steps=0)
-        with pytest.raises(TrainingDiverged, match=r"the loss is nan at step \d: start again"):
-            train(run, ContextParallel(), NEVER)
 
-    def test_learning_rate(self):
-        options = Hyperparameters(**TINY | {"phases": ("8:1:4",), "steps": 8})
-        rates = [share_of_peak(options, step) for step in range(12)]
-        assert rates[:3] == [0.5, 1.0, 1.0]
-        assert rates[2:] == sorted(rates[2:], reverse=True)
-        assert 0.05 < rates[-1] < 0.1
-        assert [options.positions_before(step) for step in (0, 4, 5, 12, 13)] == [
-            0,
-            32,
-            80,
-            416,
-            416,
-        ]
-        assert [options.phase_of(step).length for step in (0, 3, 4, 12)] == [8, 8, 48, 48]
-        muon, adamw = make_optimizers(LongNetLM(options.model_config()), options)
-        peaks = [group["peak"] for group in (*muon.param_groups, *adamw.param_groups)]
-        assert peaks == [0.015, 4e-3, 4e-3]
-        assert {x.dim() for x in muon.param_groups[0]["params"]} == {2}
+@pytest.mark.parametrize(
+    ("flags", "words", "dtype"),
+    [
+        ("fma avx512_bf16 avx2", [], "bfloat16"),
+        ("fma amx_bf16 amx_int8", [], "bfloat16"),
+        ("fma avx512f avx2", [], None),
+        ("fma avx512_bf16 avx2", ["--dtype", "float32"], "float32"),
+        ("fma avx512f avx2", ["--dtype", "bfloat16"], "bfloat16"),
+    ],
+)
+def test_the_dtype_is_the_processors_or_the_users(flags, words, dtype):
+    """A run that goes on keeps its dtype, on another processor too."""
+    parser = ArgumentParser()
+    add_hyperparameters(parser, int)
+    with mock.patch.object(machine, "_values", return_value=iter([flags])):
+        options = resolve(parser.parse_args(words))
+    assert options.dtype == dtype
+    for other in ("avx2", "avx512_bf16"):
+        with mock.patch.object(machine, "_values", return_value=iter([other])):
+            assert resolve(parser.parse_args([]), options).dtype == dtype
 
-    def test_a_step_is_that_of_its_sequences_one_by_one(self, tmp_path):
-        """Catches packed sequences that see each other, a loss that is no mean over them, and a seed of no effect."""
-        packed = tiny_run(tmp_path / "packed", batch_size=3, steps=1, seed=7)
-        record = train(packed, ContextParallel(), NEVER)
-        torch.manual_seed(7)
-        model = LongNetLM(packed.hyperparameters.model_config())
-        window = packed.document.train_windows(7, 0, 48, 3)
-        loss = model.loss(torch.frombuffer(window, dtype=torch.uint8).view(3, 48))
-        assert record["bits_per_byte"] == pytest.approx([loss.item() / math.log(2)], rel=1e-6)
 
-    def test_report(self, tmp_path):
-        """Also one that is made again: it tells of the machine, versions and memory that trained."""
-        record = train(tiny_run(tmp_path), ContextParallel(), NEVER)
-        for _ in range(2):  # the second time over its own files
-            write_report(record)
-        assert (tmp_path / "record.json").read_text() == json.dumps(record, indent=1) + "\n"
-        assert len(record["bits_per_byte"]) == 5
-        assert record["ranks"][0]["resident_peak"] > 0
-        bits = f"{record['held_out_bits_per_byte']:.3f} bits per byte on 96 bytes"
-        assert f"held out: {bits}\ngzip on the same bytes: " in summary(record)
-        with mock.patch.object(loop, "versions", return_value={"torch": "another"}):
-            again = train(tiny_run(tmp_path, resume=True), ContextParallel(), NEVER)
-        assert json.dumps(again) == json.dumps(record)
+def test_diverged_loss_stops_the_run(tmp_path):
+    run = tiny_run(tmp_path, learning_rate=1e30, warmup_steps=0)
+    with pytest.raises(TrainingDiverged, match=r"the loss is nan at step \d: start again"):
+        train(run, ContextParallel(), NEVER)
+
+
+def test_learning_rate():
+    options = Hyperparameters(**TINY | {"phases": ("8:1:4",), "steps": 8})
+    rates = [share_of_peak(options, step) for step in range(12)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert 0.05 < rates[-1] < 0.1
+    assert [options.positions_before(step) for step in (0, 4, 5, 12, 13)] == [
+        0,
+        32,
+        80,
+        416,
+        416,
+    ]
+    assert [options.phase_of(step).length for step in (0, 3, 4, 12)] == [8, 8, 48, 48]
+    muon, adamw = make_optimizers(LongNetLM(options.model_config()), options)
+    peaks = [group["peak"] for group in (*muon.param_groups, *adamw.param_groups)]
+    assert peaks == [0.015, 4e-3, 4e-3]
+    assert {x.dim() for x in muon.param_groups[0]["params"]} == {2}
+
+
+def test_a_step_is_that_of_its_sequences_one_by_one(tmp_path):
+    """Catches packed sequences that see each other, a loss that is no mean over them, and a seed of no effect."""
+    packed = tiny_run(tmp_path / "packed", batch_size=3, steps=1, seed=7)
+    record = train(packed, ContextParallel(), NEVER)
+    torch.manual_seed(7)
+    model = LongNetLM(packed.hyperparameters.model_config())
+    window = packed.document.train_windows(7, 0, 48, 3)
+    loss = model.loss(torch.frombuffer(window, dtype=torch.uint8).view(3, 48))
+    assert record["bits_per_byte"] == pytest.approx([loss.item() / math.log(2)], rel=1e-6)
+
+
+def test_report(tmp_path):
+    """Also one that is made again: it tells of the machine, versions and memory that trained."""
+    record = train(tiny_run(tmp_path), ContextParallel(), NEVER)
+    for _ in range(2):  # the second time over its own files
+        write_report(record)
+    assert (tmp_path / "record.json").read_text() == json.dumps(record, indent=1) + "\n"
+    assert len(record["bits_per_byte"]) == 5
+    assert record["ranks"][0]["resident_peak"] > 0
+    bits = f"{record['held_out_bits_per_byte']:.3f} bits per byte on 96 bytes"
+    assert f"held out: {bits}\ngzip on the same bytes: " in summary(record)
+    with mock.patch.object(loop, "versions", return_value={"torch": "another"}):
+        again = train(tiny_run(tmp_path, resume=True), ContextParallel(), NEVER)
+    assert json.dumps(again) == json.dumps(record)
 
 
 def train_twice(rank, world_size, folder):
