@@ -100,27 +100,22 @@ def test_chosen_calls(sizes, pattern, scale):
     compare([randn(batch, seq_len, h, head_dim) for h in heads], pattern, scale=scale)
 
 
-def head_dim_before_heads(x):
-    return x.transpose(2, 3).contiguous().transpose(2, 3)
+MORE_STRIDES = [
+    lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    # strides of 0: in the batch, over heads, over positions, and the gradient of a sum
+    lambda x: x[:1].expand_as(x),
+    lambda x: x[:, :, :1].expand_as(x),
+    lambda x: x[:, :1].expand_as(x),
+    lambda x: x[:1, :1, :1, :1].expand_as(x),
+]
 
 
-@pytest.mark.parametrize("arrange", [*STRIDES, head_dim_before_heads])
+@pytest.mark.parametrize("arrange", [*STRIDES, *MORE_STRIDES])
 @pytest.mark.parametrize("seq_len", [40, 41])
 def test_strides(arrange, seq_len):
     """Catches views that are wrong where strides are not those of a contiguous tensor; 41 is no number of segments."""
     *inputs, dout = (arrange(randn(2, seq_len, 4, 8)) for _ in range(4))
     compare(inputs, DilatedPattern((8, 20), (1, 2), is_causal=True), dout=dout)
-
-
-def test_expanded_inputs_and_gradients():
-    """Catches strides of 0: one query for the whole batch, a key that all positions share, the gradient of a sum."""
-    query = randn(1, 20, 2, 8).expand(3, -1, -1, -1)
-    key, value = randn(3, 1, 2, 8).expand(-1, 20, -1, -1), randn(3, 20, 1, 8).expand(-1, -1, 2, -1)
-    pattern = DilatedPattern((5, 10), (1, 2))
-    one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
-    compare(
-        [query, key, value], pattern, dout=one.expand(3, 20, 2, 8), dlse=one[0].expand(3, 20, 2)
-    )
 
 
 @pytest.mark.parametrize("heads", ["all", "split"])
@@ -140,16 +135,6 @@ def test_uncovered_rows(heads):
     results = dilated_attention(*leaves, pattern, return_lse=True)
     found = (*results, *torch.autograd.grad(results, leaves, [dout, dlse]))
     assert all(map(torch.equal, found, clean))
-
-
-def test_no_position():
-    """Catches a kernel call without rows, which kills the process (a rank may own nothing)."""
-    inputs = [torch.empty(2, 0, h, 8, requires_grad=True) for h in (4, 2, 2)]
-    out, lse = dilated_attention(*inputs, DilatedPattern((4,), (2,)), return_lse=True)
-    assert out.shape == (2, 0, 4, 8)
-    assert lse.shape == (2, 0, 4)
-    grads = torch.autograd.grad(out.sum() + lse.sum(), inputs)
-    assert [grad.shape for grad in grads] == [x.shape for x in inputs]
 
 
 def test_large_scores():
@@ -229,9 +214,12 @@ def test_precision(dtype, gain, case, monkeypatch):
     monkeypatch.setattr(errors, "make_inputs", with_gain)
     allowed = errors.tolerances.__wrapped__(case, dtype)
     allowed["lse"] += errors.FLOOR[torch.float32] - errors.FLOOR[dtype]
-    found = errors.measure(case, dtype, "cpu", "cpu", None, through_lse=False)
-    for name, sums in found.items():
-        assert errors.relative(sums) <= allowed[name], name
+    found = [errors.measure(case, dtype, "cpu", "cpu", None, through_lse=False)]
+    if case.pattern.is_causal and case.documents is None:
+        found.append(errors.measure_cached(case, dtype, "cpu", "cpu"))
+    for results in found:
+        for name, sums in results.items():
+            assert errors.relative(sums) <= allowed[name], name
 
 
 @pytest.mark.parametrize("dtype", SHORT_DTYPES, ids=str)

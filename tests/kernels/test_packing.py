@@ -58,19 +58,26 @@ def test_rows_of_16_bits_are_always_copied(stage, names, heads):
     assert found == [(8, 1)] * 8 + [(heads, 1)] * (8 // heads)
 
 
-def test_rows_of_a_cache_are_not_copied(monkeypatch):
-    """They are many, and few rows read them. Catches a copy of a cache at every append."""
+@pytest.mark.parametrize("short_rows_fail", [False, True])
+def test_rows_of_a_cache_are_copied_only_where_torch_cannot_take_them(short_rows_fail, monkeypatch):
+    """They are many, and few rows read them. Catches a copy of a cache at every append, and a cache that fails on a CPU
+    with a matrix unit if ATEN_CPU_CAPABILITY is below AVX512."""
     monkeypatch.setattr(cpu, "takes_short_rows", lambda dtype: False)
+    monkeypatch.setattr(cpu, "short_rows_fail", lambda: short_rows_fail)
     rows = [torch.randn(1, 12, 2, 8, dtype=torch.bfloat16) for _ in range(3)]
-    pattern, forward, dtypes = DilatedPattern((64,), (1,), is_causal=True), cpu.forward, []
+    pattern, op, dtypes = DilatedPattern((64,), (1,), is_causal=True), cpu._forward, []
     cache = DilatedCache(pattern, 1, 2, 2, 8, dtype=torch.bfloat16)
     dilated_attention(*(x[:, :8] for x in rows), pattern, cache=cache)
-    monkeypatch.setattr(
-        cpu, "forward", lambda q, *rest: dtypes.append(q.dtype) or forward(q, *rest)
-    )
+
+    def noted(*args, **options):
+        dtypes.append({x.dtype for x in args[:3]})
+        return op(*args, **options)
+
+    monkeypatch.setattr(cpu, "_forward", noted)
     out = dilated_attention(*(x[:, 8:] for x in rows), pattern, cache=cache)
     # the new rows among themselves, and the cached rows
-    assert dtypes == [torch.float32, torch.bfloat16]
+    assert dtypes == [{torch.float32}, {torch.float32 if short_rows_fail else torch.bfloat16}]
+    assert out.dtype == torch.bfloat16
     whole = dilated_attention(*rows, pattern)
     torch.testing.assert_close(out, whole[:, 8:], rtol=0.02, atol=0.02)
 
