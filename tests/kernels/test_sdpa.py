@@ -5,6 +5,7 @@ A stand-in keeps to the op's contract as the schemas, meta kernels and sources o
 the CPU.
 """
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -300,9 +301,8 @@ def test_shapes_on_meta_tensors(name, dtype, head_dim, num_rows, num_keys, is_ca
 # Numbers, by stand-ins that refuse what the ops refuse, or silently get wrong.
 
 
-def check_inputs(*tensors, dropout=0):
+def check_inputs(*tensors):
     """What all the ops ask of their inputs: whole numbers of 16 bytes, the last dimension dense, nothing empty."""
-    assert dropout == 0
     assert len({(x.dtype, x.shape[3]) for x in tensors}) == 1
     for x in tensors:
         assert min(x.shape) > 0
@@ -311,86 +311,53 @@ def check_inputs(*tensors, dropout=0):
         assert all(size * x.element_size() % 16 == 0 for size in (*x.stride()[:3], x.shape[3]))
 
 
-def compute(q, k, v, is_causal, scale):
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+def compute(name, given):
+    """out and lse of an op, from its arguments by the names of its schema."""
+    q, k, v = given["query"], given["key"], given["value"]
+    check_inputs(q, k, v)
+    assert given["dropout_p"] == 0
+    assert name == "efficient" or q.dtype != torch.float32
+    assert q.shape[3] <= {"flash": 256, "efficient": math.inf, "cudnn": 128}[name]
+    if name == "efficient":
+        assert q.shape[1] == k.shape[1] == v.shape[1]
+    if name == "cudnn":
+        assert 1 not in (q.shape[2], k.shape[2])
+    if name != "flash":
+        assert (given["attn_bias"], given["compute_log_sumexp"]) == (None, True)
+    op = aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = op(q, k, v, 0.0, given["is_causal"], scale=given["scale"])
+    if name == "efficient":
+        lse = pad(lse, (0, -lse.shape[2] % 32), value=torch.nan)
+    return out, lse.unsqueeze(-1) if name == "cudnn" else lse, *[None] * 7
 
 
-def differentiate(dout, q, k, v, out, lse, is_causal, scale):
-    op = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return op(dout, q, k, v, out, lse, 0.0, is_causal, scale=scale)
-
-
-def flash(q, k, v, dropout, is_causal, *, scale):
-    check_inputs(q, k, v, dropout=dropout)
-    assert q.dtype != torch.float32
-    assert q.shape[3] <= 256
-    return *compute(q, k, v, is_causal, scale), *[None] * 7
-
-
-def flash_backward(
-    dout, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, dropout, is_causal, *seeds, scale
-):
-    check_inputs(dout, q, k, v, out, dropout=dropout)
-    assert starts_q is starts_k is None
-    assert (max_q, max_k) == (q.shape[2], k.shape[2])
-    assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
-    assert lse.is_contiguous()
-    assert len(seeds) == 2
-    return differentiate(dout, q, k, v, out, lse, is_causal, scale)
-
-
-def efficient(q, k, v, bias, compute_lse, dropout, is_causal, *, scale):
-    check_inputs(q, k, v, dropout=dropout)
-    assert q.shape[1] == k.shape[1] == v.shape[1]
-    assert (bias, compute_lse) == (None, True)
-    out, lse = compute(q, k, v, is_causal, scale)
-    return out, pad(lse, (0, -lse.shape[2] % 32), value=torch.nan), None, None
-
-
-def efficient_backward(
-    dout, q, k, v, bias, out, lse, seed, offset, dropout, mask, is_causal, *, scale
-):
-    check_inputs(dout, q, k, v, out, dropout=dropout)
-    assert q.shape[1] == k.shape[1] == v.shape[1]
-    assert lse.shape[2] % 32 == 0
-    assert lse.is_contiguous()
-    assert (lse[:, :, q.shape[2] :] == torch.inf).all()  # p = exp(s - lse) must be 0 there
-    assert mask == [True, True, True, False]
-    # kernel_backward.h: o_strideM() is head_dim_value * num_heads, and nothing compares it with the stride of out.
-    assert out.transpose(1, 2).is_contiguous()
-    return *differentiate(dout, q, k, v, out, lse[:, :, : q.shape[2]], is_causal, scale), None
-
-
-def cudnn(q, k, v, bias, compute_lse, dropout, is_causal, *, scale):
-    check_inputs(q, k, v, dropout=dropout)
-    assert q.dtype != torch.float32
-    assert q.shape[3] <= 128
-    assert 1 not in (q.shape[2], k.shape[2])
-    assert (bias, compute_lse) == (None, True)
-    out, lse = compute(q, k, v, is_causal, scale)
-    return out, lse.unsqueeze(-1), *[None] * 7
-
-
-def cudnn_backward(dout, q, k, v, out, lse, *more, scale):
-    seed, offset, bias, starts_q, starts_k, max_q, max_k, dropout, is_causal = more
-    check_inputs(dout, q, k, v, out, dropout=dropout)
-    assert dout.squeeze().stride() == out.squeeze().stride()
-    assert (lse.shape, lse.dtype) == ((*q.shape[:3], 1), torch.float32)
+def differentiate(name, dout, given):
+    """dq, dk and dv of an op, from its arguments by the names of its schema, all but the first."""
+    q, k, v, out, lse = [given[x] for x in ("query", "key", "value", "out", "logsumexp")]
+    num_rows = q.shape[2]
+    check_inputs(dout, q, k, v, out)
+    assert given["dropout_p"] == 0
+    assert lse.dtype == torch.float32
     assert lse.is_contiguous()  # cudnn-frontend#304: others are read wrongly before 9.26
-    assert bias is starts_q is starts_k is None
-    assert (max_q, max_k) == (q.shape[2], k.shape[2])
-    assert seed.dtype == offset.dtype == torch.int64
-    return differentiate(dout, q, k, v, out, lse.squeeze(-1), is_causal, scale)
-
-
-STAND_INS = {
-    "flash": flash,
-    "flash_backward": flash_backward,
-    "efficient": efficient,
-    "efficient_backward": efficient_backward,
-    "cudnn": cudnn,
-    "cudnn_backward": cudnn_backward,
-}
+    if name == "efficient":
+        assert q.shape[1] == k.shape[1] == v.shape[1]
+        assert lse.shape[2] % 32 == 0
+        assert (lse[:, :, num_rows:] == torch.inf).all()  # p = exp(s - lse) must be 0 there
+        lse = lse[:, :, :num_rows]
+        assert given["grad_input_mask"] == [True, True, True, False]
+        # kernel_backward.h: o_strideM() is head_dim_value * num_heads, and nothing compares it with the stride of out.
+        assert out.transpose(1, 2).is_contiguous()
+    else:
+        assert given["cum_seq_q"] is given["cum_seq_k"] is None
+        assert (given["max_q"], given["max_k"]) == (num_rows, k.shape[2])
+    if name == "cudnn":
+        assert dout.squeeze().stride() == out.squeeze().stride()
+        assert given["philox_seed"].dtype == given["philox_offset"].dtype == torch.int64
+        assert given["attn_bias"] is None
+        lse = lse.squeeze(3)
+    assert lse.shape == q.shape[:3]
+    op = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return op(dout, q, k, v, out, lse, 0.0, given["is_causal"], scale=given["scale"])
 
 
 @pytest.fixture
@@ -398,16 +365,20 @@ def stand_ins(gpu, monkeypatch):
     """The names of the ops that were called, in this order."""
     called, fakes = [], SimpleNamespace()
 
-    def recorded(name):
+    def stand_in(name, end):
+        op_name = f"_scaled_dot_product_{name}_attention{end}"
+        names = [x.name for x in getattr(aten, op_name).default._schema.arguments]
+
         def op(*args, **kwargs):
-            called.append(name)
-            return STAND_INS[name](*args, **kwargs)
+            called.append(name + end)
+            given = dict(zip(names, args, strict=False)) | kwargs
+            return differentiate(name, args[0], given) if end else compute(name, given)
 
-        return op
+        setattr(fakes, op_name, op)
 
-    for name in STAND_INS:
-        op, _, end = name.partition("_")
-        setattr(fakes, f"_scaled_dot_product_{op}_attention{end and '_backward'}", recorded(name))
+    for name in SELECT:
+        stand_in(name, "")
+        stand_in(name, "_backward")
     monkeypatch.setattr(sdpa, "aten", fakes)
     monkeypatch.setattr(sdpa, "why_not", lambda query: None)
     return called
