@@ -88,13 +88,11 @@ def test_the_record_makes_a_table_that_drops_nobody():
     rows = json.loads((ROOT / "benchmarks" / "results" / "peers.json").read_text())["rows"]
     text = report.table(rows)
     assert [row["peer"] for row in rows] == [peer.name for peer in PEERS]
-    for row in rows:
-        assert f"| {row['peer']} " in text
+    for row, peer in zip(rows, PEERS, strict=True):
+        assert f"| {peer.name} " in text
         wrong = [name for name, result in row["inputs"].items() if result["verdict"] == "wrong"]
-        assert not wrong or f"- {row['peer']}, {wrong[0]}" in text
-        assert set(row.get("shown_by", {})) == set(
-            next(p for p in PEERS if p.name == row["peer"]).shown_by
-        )
+        assert not wrong or f"- {peer.name}, {wrong[0]}" in text
+        assert set(row.get("shown_by", {})) == set(peer.shown_by)
 
 
 def _sent(worker):
