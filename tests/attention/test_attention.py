@@ -89,7 +89,6 @@ CAUSAL = DilatedPattern((8, 21), (1, 2), is_causal=True)
         # a mask must not be multiplied by the scale: -inf times 0 is NaN, and times a negative number +inf
         ((2, 21, 2, 2, 8), CAUSAL, -1.5),
         ((2, 21, 2, 2, 8), CAUSAL, 0),
-        ((2, 21, 2, 2, 8), DilatedPattern((8, 21), (1, 2)), -1.5),
     ],
     ids=str,
 )

@@ -24,12 +24,8 @@ pytestmark = [
 PATTERN = DilatedPattern((3,), (1,), phase="blocked")
 
 
-def jvp_of_compiled_code(call, x):
-    return torch.func.jvp(torch.compile(call, backend="eager"), (x,), (x,))
-
-
-def compiled_jvp(call, x):
-    return torch.compile(lambda x: torch.func.jvp(call, (x,), (x,)), backend="eager")(x)
+def jvp(call, x):
+    return torch.func.jvp(call, (x,), (x,))
 
 
 def tangent_of_a_backward(call, x):
@@ -43,10 +39,10 @@ def tangent_of_a_backward(call, x):
 
 
 WAYS = {
-    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
+    "jvp": jvp,
     "jacfwd": lambda call, x: torch.func.jacfwd(call)(x),
-    "jvp of compiled code": jvp_of_compiled_code,
-    "compiled jvp": compiled_jvp,
+    "jvp of compiled code": lambda call, x: jvp(torch.compile(call, backend="eager"), x),
+    "compiled jvp": lambda call, x: torch.compile(lambda x: jvp(call, x), backend="eager")(x),
     "a dual tensor in backward": tangent_of_a_backward,
 }
 

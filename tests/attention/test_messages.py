@@ -103,9 +103,7 @@ def test_what_is_a_number():
         assert torch.equal(dilated_attention(*inputs, DENSE, scale=scale), quarter)
 
 
-SPARSE = torch.zeros(1, 8, 4, 16).to_sparse()
 NO_TENSOR = "must be a tensor (batch, seq, heads, head_dim), got {}: torch.as_tensor makes one"
-EXAMPLE = "DilatedPattern(segment_lengths=[2048, 4096], "
 NO_SINKS = "sinks must have one floating-point number for each of the 4 query heads, got torch"
 TWO_SHAPES = "query (1, 8, 4, 16) ... key {} ... {}"
 
@@ -119,7 +117,6 @@ TWO_SHAPES = "query (1, 8, 4, 16) ... key {} ... {}"
         ),
         ({"query": [[[[1.0]]]]}, "query " + NO_TENSOR.format("list")),
         ({"key": None}, "key " + NO_TENSOR.format("NoneType")),
-        ({"value": None}, "value " + NO_TENSOR.format("NoneType")),
         (
             {"value": (2, 1, 8, 4, 16)},
             "value must be (batch, seq, heads, head_dim) ... 5 dimensions ... (2, 1, 8, 4, 16)",
@@ -127,7 +124,6 @@ TWO_SHAPES = "query (1, 8, 4, 16) ... key {} ... {}"
         ({"key": (2, 8, 4, 16)}, TWO_SHAPES.format((2, 8, 4, 16), "agree in batch")),
         ({"key": (1, 9, 4, 16)}, TWO_SHAPES.format((1, 9, 4, 16), "self-attention")),
         ({"key": (1, 8, 4, 8)}, TWO_SHAPES.format((1, 8, 4, 8), "head_dim")),
-        ({"key": (1, 8, 4, 32)}, TWO_SHAPES.format((1, 8, 4, 32), "head_dim")),
         (
             {"query": (1, 8, 4, 1), "key": (1, 8, 2, 16)},
             "query (1, 8, 4, 1) ... key (1, 8, 2, 16) ... head_dim",
@@ -140,7 +136,6 @@ TWO_SHAPES = "query (1, 8, 4, 16) ... key {} ... {}"
             {"key": (1, 8, 3, 16)},
             "4 query heads cannot share 3 key/value heads ... 4 mod 3 is not 0 ... multiple",
         ),
-        ({"key": (1, 8, 8, 16)}, "4 query heads cannot share 8 key/value heads ... 4 mod 8"),
         ({"query": (0, 8, 4, 16)}, "query (0, 8, 4, 16) has an empty batch"),
         ({"query": (1, 8, 0, 16)}, "query (1, 8, 0, 16) has an empty ... heads"),
         ({"query": (1, 8, 4, 0)}, "query (1, 8, 4, 0) has an empty ... head_dim"),
@@ -156,9 +151,7 @@ TWO_SHAPES = "query (1, 8, 4, 16) ... key {} ... {}"
             {"query": torch.zeros(1, 8, 4, 16, dtype=torch.int64)},
             "no backend can run this ... float32 ... bfloat16 ... got torch.int64",
         ),
-        ({"query": SPARSE}, "query must be a dense tensor"),
-        ({"key": SPARSE}, "key must be a dense tensor"),
-        ({"value": SPARSE}, "value must be a dense tensor"),
+        ({"value": torch.zeros(1, 8, 4, 16).to_sparse()}, "value must be a dense tensor"),
         ({"cu_seqlens": integers(0, 8).to_sparse()}, "cu_seqlens must be a dense tensor"),
         (
             {"cu_seqlens": integers(0, 5, 5, 8)},
@@ -187,8 +180,10 @@ TWO_SHAPES = "query (1, 8, 4, 16) ... key {} ... {}"
         ({"scale": float("nan")}, "scale must be a finite number ... got nan"),
         ({"backend": "flash"}, "backend='flash' is unknown ... auto ... " + " ... ".join(BACKENDS)),
         ({"backend": "sdpa"}, "backend='sdpa' serves CUDA tensors, got cpu ... backend='auto'"),
-        ({"pattern": [(8, 1)]}, f"pattern must be a DilatedPattern, got [(8, 1)]. {EXAMPLE}"),
-        ({"pattern": None}, f"pattern must be a DilatedPattern, got None. {EXAMPLE}"),
+        (
+            {"pattern": [(8, 1)]},
+            "DilatedPattern, got [(8, 1)]. DilatedPattern(segment_lengths=[2048, 4096], ",
+        ),
         ({"sinks": 1.0}, "sinks must be a tensor of 4 numbers, one for each query head, got 1.0"),
         ({"sinks": torch.zeros(2)}, f"{NO_SINKS}.float32 of shape (2,)"),
         ({"sinks": integers(0, 0, 0, 0)}, f"{NO_SINKS}.int32 of shape (4,)"),
@@ -216,17 +211,6 @@ def test_calls(arguments, fragments):
             refused(lambda: torchscale_attention(**given), fragments, end="")
 
 
-def test_a_backend_asked_for_by_name_says_why_it_cannot_run():
-    """Catches a fallback: float64 has no CUDA kernel here, integers have none at all."""
-    for name, backend in BACKENDS.items():
-        assert backend.why_not(torch.zeros(1, 1, 1, 1, dtype=torch.int8)), name
-        reason = backend.why_not(torch.zeros(1, 1, 1, 1, device="meta"))
-        assert "meta" in reason or "not installed" in reason
-    # has a shape, and is weighed (simulate/weighing.py)
-    out = dilated_attention(*tensors(device="meta"), DENSE)
-    assert out.is_meta
-
-
 def in_a_module(query, key, value, pattern, **others):
     rows = query.flatten(2)
     return MultiheadDilatedAttention(rows.shape[-1], 4, pattern)(rows, rows, rows, **others)
@@ -238,38 +222,22 @@ CALLS["MultiheadDilatedAttention"] = in_a_module
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
-    ("name", "remedy"),
+    "name",
     [
-        ("is_causal", "make the pattern so, DilatedPattern(..., is_causal=True)."),
-        ("softmax_scale", "it is scale here."),
-        ("cu_seqlens_q", "it is cu_seqlens here, for queries and keys alike."),
-        ("max_seqlen_q", "leave it out, cu_seqlens tells the lengths."),
-        ("deterministic", "call torch.use_deterministic_algorithms(True)."),
-        ("average_attn_weights", "layers.attention_weights computes some."),
-        (
-            "attn_mask",
-            "the pattern says which keys a query sees, and cu_seqlens separates documents",
-        ),
-        ("score_mod", "except by scale."),
-        ("dropout_p", "not supported, leave it out."),
-        ("enable_gqa", "key and value may have fewer heads than query."),
-        ("softcap", "scores cannot be capped, torch's kernels have none."),
-        ("alibi_slopes", "scores cannot have a bias, torch's kernels have none."),
-        ("window_size", "DilatedPattern(..., window=) or DilatedPattern.sliding."),
-        ("num_sink_tokens", "sinks= are learned logits."),
-        ("chunk", ""),
+        "is_causal", "softmax_scale", "cu_seqlens_q", "max_seqlen_q", "deterministic", "average_attn_weights",
+        "attn_mask", "score_mod", "dropout_p", "enable_gqa", "softcap", "alibi_slopes", "window_size",
+        "num_sink_tokens", "chunk",
     ],
-)
-def test_arguments_of_other_functions_are_refused(call, name, remedy):
+)  # fmt: skip
+def test_arguments_of_other_functions_are_refused(call, name):
     """Catches one that is accepted and ignored, even if its value asks for nothing; and a hint that is not given."""
     if call == "MultiheadDilatedAttention" and name in ("is_causal", "attn_mask"):
         pytest.skip("the module takes it, as torch's does")
+    hint = "" if name == "chunk" else f": {ARGUMENTS_OF_TORCH[name]}"
     for value in (None, False, True):
         with pytest.raises(TypeError) as caught:
-            CALLS[call](*tensors(), DilatedPattern((8,), (1,), phase="blocked"), **{name: value})
-        message = str(caught.value)
-        assert message.startswith(f"{call} has no argument {name!r}")
-        assert message.endswith(remedy or f"{name!r}.") or remedy in message
+            CALLS[call](*tensors(), DENSE, **{name: value})
+        assert str(caught.value) == f"{call} has no argument {name!r}{hint}."
 
 
 def test_every_argument_of_torch_is_taken_or_named():

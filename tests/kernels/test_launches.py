@@ -80,25 +80,25 @@ EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize(
-    ("op", "dtype", "num_rows", "stage", "has_dlse", "expected"),
+    ("op", "dtype", "num_rows", "stage", "expected"),
     [
-        (CUDNN, torch.float16, 32_768, "forward", False, (12, 2)),
-        (FLASH, torch.bfloat16, 32_768, "forward", False, (12, 2)),
-        (EFFICIENT, torch.float32, 16_384, "forward", False, (12, 2)),
-        (CUDNN, torch.float16, 32_768, "backward", False, (12, 7)),
-        (FLASH, torch.bfloat16, 32_768, "backward", False, (12, 7)),
-        (EFFICIENT, torch.float32, 16_384, "backward", False, (12, 13)),
+        (CUDNN, torch.float16, 32_768, "forward", (12, 2)),
+        (FLASH, torch.bfloat16, 32_768, "forward", (12, 2)),
+        (EFFICIENT, torch.float32, 16_384, "forward", (12, 2)),
+        (CUDNN, torch.float16, 32_768, "backward", (12, 7)),
+        (FLASH, torch.bfloat16, 32_768, "backward", (12, 7)),
+        (EFFICIENT, torch.float32, 16_384, "backward", (12, 13)),
         # float32 takes more memory, so that heads are computed in two blocks
-        (EFFICIENT, torch.float32, 32_768, "backward", False, (17, 17)),
+        (EFFICIENT, torch.float32, 32_768, "backward", (17, 17)),
         # in twelve blocks
-        (CUDNN, torch.float16, 524_288, "backward", False, (60, 48)),
+        (CUDNN, torch.float16, 524_288, "backward", (60, 48)),
         # with a gradient of lse rows are made wider, tile by tile
-        (CUDNN, torch.float16, 32_768, "backward", True, (12, 463)),
-        (FLASH, torch.bfloat16, 32_768, "backward", True, (12, 439)),
-        (EFFICIENT, torch.float32, 16_384, "backward", True, (12, 181)),
+        (CUDNN, torch.float16, 32_768, "backward with dlse", (12, 463)),
+        (FLASH, torch.bfloat16, 32_768, "backward with dlse", (12, 439)),
+        (EFFICIENT, torch.float32, 16_384, "backward with dlse", (12, 181)),
     ],
 )
-def test_kernels_beside_attention(launched, op, dtype, num_rows, stage, has_dlse, expected):
+def test_kernels_beside_attention(launched, op, dtype, num_rows, stage, expected):
     """Catches a copy, a cast or a merge for each tile, and more blocks of heads.
 
     expected: the calls of attention, and the further kernels.
@@ -109,7 +109,7 @@ def test_kernels_beside_attention(launched, op, dtype, num_rows, stage, has_dlse
     with FakeTensorMode(), sdpa_kernel(op):
         shape = (1, num_rows, 12, 64)
         query, key, value, out, dout = (torch.empty(shape, dtype=dtype) for _ in range(5))
-        lse, dlse = torch.empty(shape[:3]), torch.empty(shape[:3]) if has_dlse else None
+        lse, dlse = torch.empty(shape[:3]), torch.empty(shape[:3]) if "dlse" in stage else None
         rows = BackwardRows(dout, dlse, query, key, value, out, lse)
         with Counted(launched):
             if stage == "forward":

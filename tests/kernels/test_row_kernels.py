@@ -26,9 +26,6 @@ from ring_dilated_attention.run import merge
 HAS_TRITON = find_spec("triton") is not None
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-needs_triton = pytest.mark.skipif(
-    not HAS_TRITON, reason="Triton is not installed: pip install triton"
-)
 HAS_GPU = torch.cuda.is_available()
 DEVICE, KERNEL = ("cuda", sdpa) if HAS_GPU and not IS_INTERPRETED else ("cpu", cpu)
 TRITON = Merging(rows_at_once.merge_rows, rows_at_once.add_rows, rows_at_once.lay_out_rows)
@@ -64,8 +61,7 @@ if IS_INTERPRETED:
     TRIED += [(name, torch.float32, 2) for name in ("batch of ragged segments", "whole batch")]
 
 
-@needs_triton
-@pytest.mark.skipif(IS_INTERPRETED, reason="this is the interpreter's process")
+@compiled
 def test_in_the_interpreter():
     """Catches an error in the arithmetic of a kernel."""
     command = [sys.executable, "-m", "pytest", "-n", "0", "-vv", __file__]

@@ -77,48 +77,62 @@ def chosen(**facts):
 LONG = {"batch": 1, "num_heads": 32, "num_rows": 2**19, "head_dim": 128}
 
 
+A100, H100 = (8, 0), (9, 0)
+
+
 @pytest.mark.parametrize(
-    ("machine", "facts", "expected"),
+    ("capability", "facts", "expected"),
     [
         # by compute capability, dtype and head dim
-        ({"capability": (6, 1)}, {"dtype": torch.float32}, "efficient"),  # Pascal
-        ({}, {"dtype": torch.float32}, "efficient"),
-        ({}, {"head_dim": 256}, "flash"),
-        ({}, {"head_dim": 257}, "efficient"),
-        ({"capability": (8, 6)}, {"head_dim": 192}, "flash"),
-        ({"capability": (8, 6)}, {"head_dim": 200}, "efficient"),
-        ({"capability": (8, 9)}, {"head_dim": 224}, "efficient"),
-        ({"capability": (9, 0)}, {"head_dim": 224}, "flash"),
-        ({"capability": (12, 0)}, {"head_dim": 224}, "efficient"),
-        ({"capability": (12, 0)}, {"head_dim": 225}, "flash"),
-        ({"capability": (9, 0)}, {"dtype": torch.float32}, "efficient"),
-        ({"capability": (9, 0)}, {"head_dim": 128}, "cudnn"),
-        ({"capability": (10, 3)}, {"dtype": torch.float16}, "cudnn"),
-        ({"capability": (10, 0)}, {"head_dim": 136}, "flash"),
+        ((6, 1), {"dtype": torch.float32}, "efficient"),  # Pascal
+        (A100, {"dtype": torch.float32}, "efficient"),
+        (A100, {"head_dim": 256}, "flash"),
+        (A100, {"head_dim": 257}, "efficient"),
+        ((8, 6), {"head_dim": 192}, "flash"),
+        ((8, 6), {"head_dim": 200}, "efficient"),
+        ((8, 9), {"head_dim": 224}, "efficient"),
+        (H100, {"head_dim": 224}, "flash"),
+        ((12, 0), {"head_dim": 224}, "efficient"),
+        ((12, 0), {"head_dim": 225}, "flash"),
+        (H100, {"dtype": torch.float32}, "efficient"),
+        (H100, {"head_dim": 128}, "cudnn"),
+        ((10, 3), {"dtype": torch.float16}, "cudnn"),
+        ((10, 0), {"head_dim": 136}, "flash"),
         # cuDNN does not take one row or key, and is slow for a token's query heads that share a key/value head
-        ({"capability": (9, 0)}, {"num_rows": 1}, "flash"),
-        ({"capability": (9, 0)}, {"num_keys": 1}, "flash"),
-        ({"capability": (9, 0)}, {"num_rows": 8, "num_keys": 2047}, "flash"),
-        # versions that go out of bounds, none, and builds without an op
-        ({"capability": (9, 0), "cudnn": 91500}, {}, "flash"),
-        ({"capability": (9, 0), "cudnn": None}, {}, "flash"),
-        ({"capability": (9, 0), "hip": "7.0"}, {}, "flash"),
-        ({"has_flash": False}, {}, "efficient"),
+        (H100, {"num_rows": 1}, "flash"),
+        (H100, {"num_keys": 1}, "flash"),
+        (H100, {"num_rows": 8, "num_keys": 2047}, "flash"),
         # CUDA's grid, and the 32-bit offsets of flash's backward, which its forward does not have
-        ({}, {"batch": 65535}, "flash"),
-        ({}, {"batch": 65536}, "efficient"),
-        ({}, {**LONG, "is_backward": True}, "flash"),
-        ({}, {**LONG, "is_backward": True, "num_rows": 2**19 + 1}, "efficient"),
-        ({}, {**LONG, "is_backward": True, "head_dim": 136}, "efficient"),
-        ({}, {**LONG, "num_rows": 2**19 + 1}, "flash"),
-        ({}, {**LONG, "head_dim": 136}, "flash"),
+        (A100, {"batch": 65535}, "flash"),
+        (A100, {"batch": 65536}, "efficient"),
+        (A100, {**LONG, "is_backward": True}, "flash"),
+        (A100, {**LONG, "is_backward": True, "num_rows": 2**19 + 1}, "efficient"),
+        (A100, {**LONG, "is_backward": True, "head_dim": 136}, "efficient"),
+        (A100, {**LONG, "num_rows": 2**19 + 1}, "flash"),
+        (A100, {**LONG, "head_dim": 136}, "flash"),
     ],
     ids=str,
 )
-def test_the_choice(gpu, machine, facts, expected):
+def test_the_choice(gpu, capability, facts, expected):
     """Catches an op that machine or tile does not allow, or a slower one than they do."""
-    gpu(**machine)
+    gpu(capability)
     assert chosen(**facts) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "lack", "expected"),
+    [
+        # versions that go out of bounds, none, and builds without an op
+        (H100, {"cudnn": 91500}, "flash"),
+        (H100, {"cudnn": None}, "flash"),
+        (H100, {"hip": "7.0"}, "flash"),
+        (A100, {"has_flash": False}, "efficient"),
+    ],
+    ids=str,
+)
+def test_the_choice_without_an_op(gpu, capability, lack, expected):
+    gpu(capability, **lack)
+    assert chosen() == expected
 
 
 def test_the_choice_by_torchs_own_switches(gpu):

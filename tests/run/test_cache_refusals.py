@@ -33,26 +33,32 @@ def check_message(message, fragments):
     assert message.endswith(".")
 
 
+# What is refused in whatever words.
+NO_CACHES = [
+    {"pattern": "dense"},
+    {"batch": 0},
+    {"batch": 2**50},
+    {"head_dim": None},
+    {"dtype": torch.float8_e4m3fn},
+    {"keep": 2**62},
+    {"heads_held": range(0)},
+    {"heads_held": range(2, 9)},
+    {"heads_held": range(0, 4, 2)},
+    {"heads_held": [0, 1]},
+]
+
+
 @pytest.mark.parametrize(
     ("options", "fragments"),
     [
-        ({"pattern": "dense"}, ""),
+        *[(options, "") for options in NO_CACHES],
         ({"pattern": DilatedPattern((8,), (1,))}, "needs a causal pattern"),
         ({"pattern": DENSE}, "bytes ... Give max_len, which no buffer"),
         ({"pattern": VAST}, "2 * 2 * 2,199,023,255,552 * 8 * 4 = 281,474,976,710,656 bytes"),
-        ({"batch": 0}, ""),
-        ({"batch": 2**50}, ""),
         ({"num_heads": 3}, "3 query heads ... 2 key/value heads"),
-        ({"head_dim": None}, ""),
-        ({"dtype": torch.float8_e4m3fn}, ""),
         ({"max_len": 0}, "max_len=0 ... an integer of at least 1 ... None"),
         ({"keep": -1}, "keep=-1 ... an integer of at least 0"),
-        ({"keep": 2**62}, ""),
-        ({"heads_held": range(0)}, ""),
         ({"heads_held": range(1, 3)}, "heads_held=range(1, 3) ... share a key/value head"),
-        ({"heads_held": range(2, 9)}, ""),
-        ({"heads_held": range(0, 4, 2)}, ""),
-        ({"heads_held": [0, 1]}, ""),
     ],
     ids=str,
 )
@@ -90,9 +96,34 @@ BORDERS = torch.tensor([0, 2], dtype=torch.int32)
 LENGTHS = "lengths must be an integer tensor (2,)"
 
 
+NO_CALLS = [
+    lambda c: appended(c, heads_held=range(2), num_heads=4),
+    lambda c: appended(c, num_heads=8, heads_held=range(4)),
+    lambda c: appended(c, parallel=simulate.all_ranks(2)),
+    lambda c: appended(c, scale=math.nan),
+    lambda c: appended(c, backend="sdpa"),
+    lambda c: c.crop([]),
+    lambda c: c.crop(2**70),
+    lambda c: c.crop(torch.tensor([math.nan, 1])),
+    lambda c: c.fork([]),
+    lambda c: c.fork(torch.tensor([[0, 1]])),
+    lambda c: c.fork(None),
+    lambda c: c.load_state_dict(None),
+    lambda c: c.load_state_dict({"cache": c.state_dict()["cache"]}),
+    lambda c: loaded(c, rows=None),
+    lambda c: loaded(c, rows=[x.double() for x in c.state_dict()["rows"]]),
+    lambda c: loaded(c, progress=[[5], [0]]),
+    lambda c: loaded(c, progress=torch.tensor([[5.0, 5.0], [0.0, 0.0]])),
+    lambda c: loaded(c, progress=torch.tensor([[5, 5], [6, 6]])),
+    lambda c: loaded(c, progress=torch.tensor([[-1, 7], [0, 0]])),
+    lambda c: loaded(c, keep=-1),
+]
+
+
 @pytest.mark.parametrize(
     ("call", "fragments"),
     [
+        *[(call, "") for call in NO_CALLS],
         # the call is not of this cache
         (lambda c: appended(c, pattern=OTHER), "(1, 3) ... (1, 2) ... Make a cache for each"),
         (lambda c: appended(c, rows(batch=1)), "made for batch 2 ... has 1"),
@@ -105,8 +136,6 @@ LENGTHS = "lengths must be an integer tensor (2,)"
             lambda c: appended(c, rows(3)),
             "max_len=9 ... has 7 ... 3 more there would be 10 ... max_len=10",
         ),
-        (lambda c: appended(c, heads_held=range(2), num_heads=4), ""),
-        (lambda c: appended(c, num_heads=8, heads_held=range(4)), ""),
         # options that no cache goes with
         (lambda c: appended(c, cu_seqlens=BORDERS), "cu_seqlens packs"),
         (
@@ -114,11 +143,8 @@ LENGTHS = "lengths must be an integer tensor (2,)"
             "cache and cu_seqlens ... Leave out cu_seqlens",
         ),
         (lambda c: appended(c, parallel=ContextParallel()), "cache and parallel ... .gather"),
-        (lambda c: appended(c, parallel=simulate.all_ranks(2)), ""),
         (lambda c: appended(c, [rows(requires_grad=True)[0], *rows()[1:]]), "has no gradient"),
         (lambda c: appended(c, [*rows()[:2], rows(requires_grad=True)[2]]), "torch.no_grad()"),
-        (lambda c: appended(c, scale=math.nan), ""),
-        (lambda c: appended(c, backend="sdpa"), ""),
         (lambda c: appended("cache"), "cache must be a DilatedCache or None ... 'cache'"),
         # lengths
         (lambda c: appended(None, lengths=torch.tensor([1, 1])), "no cache was passed: pass cache"),
@@ -140,17 +166,11 @@ LENGTHS = "lengths must be an integer tensor (2,)"
         ),
         (lambda c: after(12).crop(1), "crop(1)"),  # 12 ends a segment of each branch
         (lambda c: c.crop([1, 1, 1]), "3 numbers ... 2 entries"),
-        (lambda c: c.crop([]), ""),
         (lambda c: c.crop([1.0, 0.0]), "crop([1.0, 0.0]) ... whole numbers"),
-        (lambda c: c.crop(2**70), ""),
-        (lambda c: c.crop(torch.tensor([math.nan, 1])), ""),
         (lambda c: c.reset([2]), "reset([2]) ... 0 to 1"),
         (lambda c: c.reset([0.5]), "reset([0.5]) ... numbers of batch entries"),
         (lambda c: c.reset(torch.tensor([False, True])), "[False, True] ... nonzero().flatten()"),
         (lambda c: c.fork([0, -1]), "fork([0, -1]) ... 0 to 1"),
-        (lambda c: c.fork([]), ""),
-        (lambda c: c.fork(torch.tensor([[0, 1]])), ""),
-        (lambda c: c.fork(None), ""),
         # states
         (
             lambda c: c.load_state_dict(after(10).state_dict()),
@@ -162,15 +182,6 @@ LENGTHS = "lengths must be an integer tensor (2,)"
         ),
         (lambda c: loaded(c, rows=c.state_dict()["rows"] * 2), "4 sequences ... needs 1 or 2"),
         (lambda c: loaded(c, rows=[x[:, 1:] for x in c.state_dict()["rows"]]), "damaged ... 7"),
-        (lambda c: c.load_state_dict(None), ""),
-        (lambda c: c.load_state_dict({"cache": c.state_dict()["cache"]}), ""),
-        (lambda c: loaded(c, rows=None), ""),
-        (lambda c: loaded(c, rows=[x.double() for x in c.state_dict()["rows"]]), ""),
-        (lambda c: loaded(c, progress=[[5], [0]]), ""),
-        (lambda c: loaded(c, progress=torch.tensor([[5.0, 5.0], [0.0, 0.0]])), ""),
-        (lambda c: loaded(c, progress=torch.tensor([[5, 5], [6, 6]])), ""),
-        (lambda c: loaded(c, progress=torch.tensor([[-1, 7], [0, 0]])), ""),
-        (lambda c: loaded(c, keep=-1), ""),
     ],
 )
 def test_what_cannot_be_done_with_a_cache(call, fragments):
