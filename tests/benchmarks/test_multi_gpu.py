@@ -75,8 +75,7 @@ def test_what_tells_a_rank_its_card(monkeypatch, tmp_path, told_by):
     monkeypatch.setattr(local_ranks, "Thread", Mock())
     monkeypatch.setattr(local_ranks.signal, "signal", Mock())
     monkeypatch.setattr(torch, "set_num_threads", Mock())
-    environment = {name: x for name, x in os.environ.items() if name != "LOCAL_RANK"}
-    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(os, "environ", {})
     launch = local_ranks.Launch(2, has_gpus=True, transport="nccl", told_by=told_by)
     local_ranks._rank(Mock(), 1, launch, str(tmp_path), Mock(), ())
     expected = {
@@ -129,8 +128,12 @@ def test_what_is_wrong_is_noticed(monkeypatch, tmp_path, capsys):
 
 
 TOLD = {"error": "ExchangeError", "message": "", "seconds": 1.0, "device_seconds": 0.0}
-ENDED = {"error": "no error", "message": "died without a word", "seconds": 12.0}
-ENDED["device_seconds"] = None
+ENDED = {
+    "error": "no error",
+    "message": "died without a word",
+    "seconds": 12.0,
+    "device_seconds": None,
+}
 
 
 @pytest.mark.parametrize(

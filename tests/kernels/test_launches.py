@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -27,27 +28,21 @@ PATTERN = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), is_
 ROW_KERNELS = "ring_dilated_attention.kernels.row_kernels"
 
 
-class Launches(dict):
-    """In the place of a kernel in Triton: counts its launches."""
-
-    def __init__(self, name, counts):
-        self.name, self.counts = name, counts
-
-    def __getitem__(self, grid):
-        def launch(*args, **kwargs):
-            assert all(0 < size < 2**31 for size in grid)
-            self.counts[self.name] += 1
-
-        return launch
-
-
 @pytest.fixture
 def launched(gpu, monkeypatch):
     """As on an H100 with Triton, whatever this machine is. Returns what is launched."""
     gpu((9, 0))
     counts = Counter()
+
+    def kernel(name):
+        def launches(grid):
+            assert all(0 < size < 2**31 for size in grid)
+            return lambda *args, **kwargs: counts.update([name])
+
+        return MagicMock(**{"__getitem__.side_effect": launches})
+
     names = ("write_kernel", "merge_kernel", "add_kernel", "lay_out_kernel")
-    kernels = {name: Launches(name, counts) for name in names}
+    kernels = {name: kernel(name) for name in names}
     dtypes = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16))
     monkeypatch.setitem(sys.modules, ROW_KERNELS, SimpleNamespace(**kernels, DTYPES=dtypes))
     monkeypatch.setattr(rows_at_once, "why_not", lambda device: None)
