@@ -123,7 +123,6 @@ TWO_SHAPES = "query (1, 8, 4, 16) ... key {} ... {}"
         ),
         ({"key": (2, 8, 4, 16)}, TWO_SHAPES.format((2, 8, 4, 16), "agree in batch")),
         ({"key": (1, 9, 4, 16)}, TWO_SHAPES.format((1, 9, 4, 16), "self-attention")),
-        ({"key": (1, 8, 4, 8)}, TWO_SHAPES.format((1, 8, 4, 8), "head_dim")),
         (
             {"query": (1, 8, 4, 1), "key": (1, 8, 2, 16)},
             "query (1, 8, 4, 1) ... key (1, 8, 2, 16) ... head_dim",
@@ -156,6 +155,10 @@ TWO_SHAPES = "query (1, 8, 4, 16) ... key {} ... {}"
         (
             {"cu_seqlens": integers(0, 5, 5, 8)},
             "must increase ... got 5 then 5 ... entries 1 and 2 ... empty documents: cu_seqlens.unique_cons",
+        ),
+        (
+            {"cu_seqlens": integers(0, 6, 3, 8)},
+            "must increase ... got 6 then 3 ... entries 1 and 2",
         ),
         ({"cu_seqlens": integers(1, 5, 8)}, "must start at 0 ... [1, 5, 8]"),
         ({"cu_seqlens": integers(0, 5, 7)}, "end at the length of the sequence, 8 ... [0, 5, 7]"),
