@@ -68,7 +68,7 @@ def test_a_state_begins_a_batch():
     state = cache.state_dict()
     num_rows = sum(len(x.kv_heads) * len(cache.plan.kept(x, 33)) for x in cache.plan.buffers)
     assert state["rows"][0].shape == (2, num_rows, 4)
-    sequence.append(cache, 33, 45)
+    sequence.append(cache, 33, 40)
     batch = make(PATTERN, 3, 2, 2, 4, max_len=100)
     for target in (batch, cache):
         target.load_state_dict(state)
