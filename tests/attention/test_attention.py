@@ -193,6 +193,7 @@ SHORT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PRECISION_CASES = [
     *CASES,
     Case("long rows", DilatedPattern((64, 128, 257), (1, 2, 4), is_causal=True), 257, 3, 4, 4, 96),
+    Case("grouped", DilatedPattern((32, 64, 111), (1, 2, 3), is_causal=True), 111, 2, 6, 2, 48),
     Case("single keys", DilatedPattern((1, 1, 31), (1, 1, 1)), 31, 3, 2, 2, 8),
 ]
 
