@@ -7,8 +7,9 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fuzz_caches import try_sequence
-from helpers import PLAIN, keys_seen, randn
+from helpers import PLAIN, keys_seen, randn, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -18,7 +19,7 @@ from benchmarks.measure import allocated
 from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.ranks.call import Call
-from ring_dilated_attention.reference import dilated_attention_reference
+from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 
 pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
 PATTERN = DilatedPattern((4, 12), (1, 3), is_causal=True)
@@ -26,6 +27,13 @@ PATTERN = DilatedPattern((4, 12), (1, 3), is_causal=True)
 
 def make(pattern, batch, num_heads, num_kv_heads, head_dim, dtype=torch.float64, **limits):
     return DilatedCache(pattern, batch, num_heads, num_kv_heads, head_dim, dtype=dtype, **limits)
+
+
+def in_slices(inputs, pattern, cache, size):
+    """out and lse of a whole sequence, from calls with so many positions each."""
+    slices = zip(*(x.split(size, dim=1) for x in inputs), strict=True)
+    found = [dilated_attention(*x, pattern, cache=cache, return_lse=True) for x in slices]
+    return [torch.cat(x, dim=1) for x in zip(*found, strict=True)]
 
 
 class Sequence:
@@ -117,8 +125,7 @@ def test_a_token_moves_exactly_what_it_should(pattern, num_heads, num_kv_heads, 
 
     def run(tensors):
         cache = make(pattern, 2, num_heads, num_kv_heads, 4)
-        slices = zip(*(x.split(size, dim=1) for x in tensors), strict=True)
-        return torch.cat([dilated_attention(*x, pattern, cache=cache) for x in slices], dim=1)
+        return in_slices(tensors, pattern, cache, size)[0]
 
     clean = run(inputs)
     for g in range(num_kv_heads):
@@ -165,6 +172,38 @@ def _same_slice_or_sees(seen, t, i, size, pattern, head, num_heads):
         for b, (w, r, _) in enumerate(pattern.branches)
     )
     return together and i // size == t // size
+
+
+# The exact result rounded once to the dtype is off by eps / 4 in relative L2: see test_attention.py.
+FLOORS = {
+    dtype: torch.finfo(dtype).eps / 4 for dtype in (torch.float32, torch.bfloat16, torch.float16)
+}
+
+
+@pytest.mark.parametrize("size", [1, 40])
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+def test_precision(dtype, size):
+    """Catches a sum or a weight kept in 16 bits. At most twice the error of torch's own attention in the same dtype
+    under the same mask, plus the floor."""
+    pattern, sizes = DilatedPattern((32, 64, 111), (1, 2, 3), is_causal=True), (2, 111, 6, 48)
+    torch.manual_seed(0)
+    inputs = [(torch.randn(2, 111, h, 48) * 2).to(dtype) for h in (6, 2, 2)]
+    exact, exact_lse = dilated_attention_reference(*(x.double() for x in inputs), pattern)
+    cache = make(pattern, 2, 6, 2, 48, dtype)
+    out, lse = in_slices(inputs, pattern, cache, size)
+    assert (out.shape, out.dtype, lse.dtype) == (sizes, dtype, torch.float32)
+    bias = multiplicity(pattern, 111, 6).double().log().float().expand(2, -1, -1, -1)
+    heads_first = [x.transpose(1, 2) for x in inputs]
+    torchs = F.scaled_dot_product_attention(
+        *heads_first, attn_mask=bias, enable_gqa=True
+    ).transpose(1, 2)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    torchs_lse = flash(*heads_first, attn_mask=bias)[1].transpose(1, 2)
+    for ours, theirs, y, floor in (
+        (out, torchs, exact, FLOORS[dtype]),
+        (lse, torchs_lse, exact_lse, FLOORS[torch.float32]),
+    ):
+        assert relative_error(ours, y) <= 2 * relative_error(theirs, y) + floor
 
 
 def test_segments_longer_than_a_block_of_the_kernel():
