@@ -8,7 +8,6 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -26,12 +25,12 @@ gc.set_threshold(10_000, 10, 10)
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     items[:] = dealt(items, getattr(config, "workerinput", {}).get("workercount", 1))
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
+def pytest_xdist_auto_num_workers():
     """One more than there are cores: tests of faults wait for clocks, and leave theirs to others."""
     return 1 + (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -39,7 +38,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection():
     """One worker compiles all sources, where that is still to be done, and the others find them compiled."""
     with open(__file__) as file:
         try:
@@ -49,7 +48,7 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Where ranks will be needed, their server imports what it needs while the first tests run. All that a worker has
     imported until now lives as long as it does: nobody looks for garbage in it again. (Where there are no workers, a
     plugin of hypothesis asks at the end who refers to an object, and what is frozen does not answer.)"""
@@ -60,14 +59,14 @@ def pytest_collection_finish() -> None:
         distributed.fork_server() if is_worker else distributed.start_server()
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure():
     """Before it ends, pytest searches all objects five times for what was left open: once is enough, here."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module")
-def nan_in_new_memory() -> Iterator[None]:
+def nan_in_new_memory():
     """Memory that is not initialised is NaN, for the tests of a module that asks for it."""
     from helpers import poisoned_memory  # which imports torch
 
@@ -76,7 +75,7 @@ def nan_in_new_memory() -> Iterator[None]:
 
 
 @pytest.fixture
-def seeded() -> None:
+def seeded():
     """Each test draws the same numbers, whatever ran before it."""
     import torch
 

@@ -17,7 +17,7 @@ LONGEST = (
 )
 
 
-def dealt(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
+def dealt(items, num_workers):
     """Workers of xdist begin with equal shares of the list, one after the other: each has its own of the longest."""
     longest = [item for name in LONGEST for item in items if item.name.startswith(name)]
     others = [item for item in items if not item.name.startswith(LONGEST)]

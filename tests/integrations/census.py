@@ -14,7 +14,6 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -82,7 +81,7 @@ FEWER = (
 )
 
 
-def architectures() -> dict[str, tuple[str, str]]:
+def architectures():
     """The type of a config and the name of a model, by "type of config: name of the model"."""
     found = {}
     for mapping in MAPPINGS:
@@ -92,21 +91,21 @@ def architectures() -> dict[str, tuple[str, str]]:
     return dict(sorted(found.items()))
 
 
-def log_m(config: Any, rows: int, is_causal: bool) -> Tensor:
+def log_m(config, rows, is_causal):
     """(1, H, N, N), by the definition."""
     pattern = DilatedPattern(**PATTERN, is_causal=is_causal)
     return multiplicity(pattern, rows, config.num_attention_heads).float().log()[None]
 
 
 def masked(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any = None,
+    module,
+    query,
+    key,
+    value,
+    mask=None,
     *,
-    scaling: float | None = None,
-    **_: Any,
+    scaling=None,
+    **_,
 ):
     """Plain attention under log M, for models that take no mask."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
@@ -119,7 +118,7 @@ AttentionInterface.register("log_m", masked)
 AttentionMaskInterface.register("log_m", lambda *_, **__: None)
 
 
-def configs(kind: type, more: dict[str, Any] | None = None):
+def configs(kind, more=None):
     """Tiny ones, the likelier first, and its own defaults last. Windows are left out where full attention is known.
 
     more: sizes in the place of these, for models as they were trained: then the first of two layers is sliding.
@@ -151,7 +150,7 @@ def configs(kind: type, more: dict[str, Any] | None = None):
             yield error
 
 
-def inputs_of(model: Any) -> dict[str, Tensor]:
+def inputs_of(model):
     config, noise = model.config, torch.Generator().manual_seed(1)
     if model.main_input_name == "input_ids":
         return {
@@ -176,12 +175,12 @@ def inputs_of(model: Any) -> dict[str, Tensor]:
     raise ValueError(f"the census knows no {model.main_input_name}")
 
 
-def said(error: Exception) -> str:
+def said(error):
     """In one line, without addresses."""
     return re.sub(r"0x[0-9a-f]+", "0x", " ".join(f"{type(error).__name__}: {error}".split()))[:300]
 
 
-def fill(model: Any) -> Any:
+def fill(model):
     """The same numbers in each, and attention far from uniform."""
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -190,7 +189,7 @@ def fill(model: Any) -> Any:
     return model.eval()
 
 
-def made(model_class: type, config_class: type, fields: dict[str, Any], implementation: str) -> Any:
+def made(model_class, config_class, fields, implementation):
     config = config_class.from_dict(copy.deepcopy(fields))
     if implementation != "eager":
         config.dilated_attention = PATTERN
@@ -198,12 +197,12 @@ def made(model_class: type, config_class: type, fields: dict[str, Any], implemen
     return fill(model_class(config))
 
 
-def first(output: Any) -> Tensor:
+def first(output):
     return output if isinstance(output, Tensor) else output[0]
 
 
 @torch.no_grad()
-def outcome(kind: str, model: str) -> list[str]:
+def outcome(kind, model):
     """ "equal", "refused" or "not built", and how."""
     register()
     try:
@@ -235,9 +234,7 @@ def outcome(kind: str, model: str) -> list[str]:
     return ["not built", said(failures[0])]
 
 
-def refused(
-    model_class: type, config_class: type, fields: dict[str, Any]
-) -> tuple[str | None, str | None]:
+def refused(model_class, config_class, fields):
     """The sentences by which it is refused when it is made, and when it is converted."""
     sentences: list[str | None] = [None, None]
     try:
@@ -256,7 +253,7 @@ def refused(
     return sentences[0], sentences[1]
 
 
-def compare(dense: Any, plain: Tensor, fields: dict[str, Any]) -> list[str]:
+def compare(dense, plain, fields):
     """float32 keeps 1e-7 of a number; two layers of sums of 32 lose less than a hundred times that."""
     model_class, config_class, inputs = type(dense), type(dense.config), inputs_of(dense)
     found = first(made(model_class, config_class, fields, "dilated")(**inputs))
@@ -292,7 +289,7 @@ def compare(dense: Any, plain: Tensor, fields: dict[str, Any]) -> list[str]:
     )
 
 
-def written(path: Path, outcomes: dict[str, list[str]]) -> None:
+def written(path, outcomes):
     """Into a committed list, in place of what it has of these architectures."""
     everything = (json.loads(path.read_text()) if path.exists() else {}) | outcomes
     path.write_text(json.dumps(dict(sorted(everything.items())), indent=0) + "\n")
@@ -300,7 +297,7 @@ def written(path: Path, outcomes: dict[str, list[str]]) -> None:
     print(counts, f"{time.process_time():.0f} CPU s", flush=True)
 
 
-def main() -> None:
+def main():
     torch.set_num_threads(1)
     share, shares = (int(x) for x in sys.argv[1].split("/")) if sys.argv[1:] else (0, 1)
     todo = list(architectures().items())[share::shares]

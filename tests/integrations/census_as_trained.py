@@ -13,9 +13,7 @@ that attends across sequences, one whose positions meet elsewhere, or one that i
 import copy
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +40,7 @@ ANYHOW = ("is made of parts", "attends across sequences", "positions are mixed")
 noted: set[str] = set()  # the kinds of attention that a model's layers asked for
 
 
-def architectures_as_trained() -> dict[str, tuple[str, str]]:
+def architectures_as_trained():
     """The type of a config and the name of a model, by "type of config: name of the model"."""
     found = {}
     for name, (outcome, how) in json.loads(LIST.read_text()).items():
@@ -53,14 +51,14 @@ def architectures_as_trained() -> dict[str, tuple[str, str]]:
     return found
 
 
-def attend_noted(module: Any, *args: Any, **options: Any) -> Any:
+def attend_noted(module, *args, **options):
     noted.add("windows" if options.get("sliding_window") else "dense")
     if options.get("s_aux") is not None:
         noted.add("sinks")
     return attend(module, *args, **options)
 
 
-def outcome_as_trained(kind: str, name: str, contexts: list[ContextParallel]) -> list[str]:
+def outcome_as_trained(kind, name, contexts):
     """contexts: of 2 ranks, where this rank is one of them, and of 3. First with windows, then without."""
     register()
     config_class, model_class = CONFIG_MAPPING[kind], getattr(transformers, name)
@@ -97,9 +95,7 @@ def outcome_as_trained(kind: str, name: str, contexts: list[ContextParallel]) ->
     return ["refused", refusals[0]] if refusals else ["not built", failures[0]]
 
 
-def computed(
-    model: Any, inputs: dict[str, Tensor], parallel: ContextParallel | None
-) -> tuple[dict[str, Tensor], str]:
+def computed(model, inputs, parallel):
     """Outputs, the loss and gradients, whole; and why the model computes no loss over ranks, or nothing."""
     why_no_loss = ""
     num_ranks = 1 if parallel is None else parallel.world_size
@@ -130,11 +126,11 @@ def computed(
 
 
 def compared(
-    model: Any,
-    inputs: dict[str, Tensor],
-    expected: tuple[dict[str, Tensor], str],
-    contexts: list[ContextParallel],
-) -> list[str]:
+    model,
+    inputs,
+    expected,
+    contexts,
+):
     noted.clear()
     outcomes: list[list[str]] = []  # of all contexts, since other ranks compare in all
     for parallel in contexts:
@@ -149,9 +145,7 @@ def compared(
     return next((how for how in outcomes if how[0] != "equal"), outcomes[-1])
 
 
-def difference(
-    found: dict[str, Tensor], expected: dict[str, Tensor], why_no_loss: str
-) -> list[str]:
+def difference(found, expected, why_no_loss):
     if why_no_loss:  # the gradients are of another loss
         expected = {at: x for at, x in expected.items() if "gradient" not in at and at != "loss"}
     largest = max([float(x.abs().max()) for at, x in expected.items() if "gradient" in at] or [1])
@@ -166,7 +160,7 @@ def difference(
     return ["equal", f"{kinds}; no loss: {why_no_loss}" if why_no_loss else kinds]
 
 
-def rank_of_census(rank: int, world_size: int, names: list[str]) -> dict[str, list[str]]:
+def rank_of_census(rank, world_size, names):
     torch.set_num_threads(1)
     three, pair = ContextParallel(), dist.new_group([0, 1])
     contexts = [ContextParallel(pair), three] if rank < 2 else [three]
@@ -177,16 +171,14 @@ def rank_of_census(rank: int, world_size: int, names: list[str]) -> dict[str, li
     return outcomes
 
 
-def over_ranks(
-    num_ranks: int, outcomes_of: Callable[..., dict[str, list[str]]], names: list[str]
-) -> dict[str, list[str]]:
+def over_ranks(num_ranks, outcomes_of, names):
     """The first two ranks must agree. A third may take no part in a comparison, and not see what went wrong in it."""
     outcomes, other, *_ = run(num_ranks, outcomes_of, names, seconds=1200)
     assert outcomes == other
     return outcomes
 
 
-def main() -> None:
+def main():
     chosen = [*architectures_as_trained()]
     for share in [int(word) for word in sys.argv[1:]] or range(SHARES):
         outcomes = over_ranks(3, rank_of_census, chosen[share::SHARES])

@@ -9,7 +9,6 @@ anew and compares. Of the models in architectures.json that are "equal", and of 
 import copy
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -28,7 +27,7 @@ SHARES = 12
 SHORT = 12  # a rank has 10 of 20 positions
 
 
-def architectures_over_ranks() -> dict[str, tuple[str, str]]:
+def architectures_over_ranks():
     """The type of a config and the name of a model, by "type of config: name of the model"."""
     equal = [
         name for name, (outcome, _) in json.loads(LIST.read_text()).items() if outcome == "equal"
@@ -41,7 +40,7 @@ def architectures_over_ranks() -> dict[str, tuple[str, str]]:
     return dict(sorted(found.items()))
 
 
-def rotary(config: Any) -> list[dict[str, Any]]:
+def rotary(config):
     """Fields that give a config's rotary embedding the rope types whose angles go by the length."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or "rope_type" not in rope:
@@ -61,7 +60,7 @@ def rotary(config: Any) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def outcome_over_ranks(kind: str, name: str, parallel: ContextParallel) -> list[str]:
+def outcome_over_ranks(kind, name, parallel):
     """The outcome, and by which rope types besides its own it is right, or why it is refused."""
     register()
     config_class, model_class = CONFIG_MAPPING[kind], getattr(transformers, name)
@@ -86,10 +85,8 @@ def outcome_over_ranks(kind: str, name: str, parallel: ContextParallel) -> list[
     return [outcome, how]
 
 
-def compare_over_ranks(
-    model_class: type, config_class: type, fields: dict, parallel: ContextParallel
-) -> list[str]:
-    def model() -> Any:
+def compare_over_ranks(model_class, config_class, fields, parallel):
+    def model():
         return made(model_class, config_class, copy.deepcopy(fields), "dilated")
 
     try:
@@ -113,19 +110,19 @@ def compare_over_ranks(
     return ["right", ""]
 
 
-def outputs(output: Any) -> dict[str, Tensor]:
+def outputs(output):
     return {
         field: x for field, x in output.items() if isinstance(x, Tensor) and x.is_floating_point()
     }
 
 
-def rank_of_census(rank: int, world_size: int, names: list[str]) -> dict[str, list[str]]:
+def rank_of_census(rank, world_size, names):
     parallel = ContextParallel()
     everything = architectures_over_ranks()
     return {name: outcome_over_ranks(*everything[name], parallel) for name in names}
 
 
-def main() -> None:
+def main():
     names = [*architectures_over_ranks()]
     for share in range(SHARES):
         outcomes = over_ranks(2, rank_of_census, names[share::SHARES])

@@ -23,7 +23,7 @@ if not {"transformers", "accelerate"} & set(MISSING):
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     for item in items:
         is_ours = item.path.name == "test_torch_conventions.py"
         # others' warnings are theirs to mend
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter):
     if MISSING:
         terminalreporter.write_line(
             f"tests/integrations: {', '.join(MISSING)} not installed, so that tests with them were left out; "
