@@ -137,6 +137,7 @@ TWO_SHAPES = "query (1, 8, 4, 16) ... key {} ... {}"
         ),
         ({"query": (0, 8, 4, 16)}, "query (0, 8, 4, 16) has an empty batch"),
         ({"query": (1, 8, 0, 16)}, "query (1, 8, 0, 16) has an empty ... heads"),
+        ({"key": (1, 8, 4, 32)}, TWO_SHAPES.format((1, 8, 4, 32), "head_dim")),
         ({"query": (1, 8, 4, 0)}, "query (1, 8, 4, 0) has an empty ... head_dim"),
         (
             {"key": torch.zeros(1, 8, 4, 16, dtype=torch.float64)},
