@@ -127,6 +127,12 @@ NO_CALLS = [
         # the call is not of this cache
         (lambda c: appended(c, pattern=OTHER), "(1, 3) ... (1, 2) ... Make a cache for each"),
         (lambda c: appended(c, rows(batch=1)), "made for batch 2 ... has 1"),
+        (
+            lambda c: appended(
+                make(heads_held=range(2)), rows(1, (2, 1, 1)), heads_held=range(2, 4), num_heads=4
+            ),
+            "made for first head held 0, and the call has 2",
+        ),
         (lambda c: appended(c, rows(heads=(2, 2, 2))), "made for heads 4 ... has 2"),
         (lambda c: appended(c, rows(heads=(4, 1, 1))), "made for key/value heads 2 ... has 1"),
         (lambda c: appended(c, [x[..., :4] for x in rows()]), "made for head dim 8 ... has 4"),
