@@ -42,6 +42,7 @@ AT_KEYS, AT_HEADS = "hop 1, keys and values", "heads for positions"
         Fault(4, 1, "raise", "forward", "hop 2, keys and values", in_flight=False, is_causal=True),
         # Of six ranks, 0 and 3 exchange no message of a handshake.
         Fault(6, 3, "kill", "forward", "after the handshake", exchange="all_gather"),
+        Fault(4, 2, "raise", "backward", "after the handshake", is_causal=True),
         # What the user writes is not what carries the messages: None is "undefined", and all three are gloo.
         Fault(3, 1, "raise", "backward", "hop 1, gradients", chunk_bytes=16 * MIB, backend=None),
     ],
