@@ -20,6 +20,7 @@ SECOND, THIRD = (torch.device("cuda", k) for k in (1, 2))
     [
         # init_process_group("nccl", device_id=...), and no set_device
         (THIRD, 0, {"LOCAL_RANK": "1"}, 4, 2),
+        (THIRD, 1, {}, 4, 2),
         (None, 0, {"LOCAL_RANK": "1"}, 4, 1),  # neither
         (None, 0, {"LOCAL_RANK": "3"}, 1, 0),  # each process sees one GPU, its own
         (None, 0, {"SLURM_LOCALID": "3"}, 4, 3),
