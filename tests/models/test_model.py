@@ -236,6 +236,14 @@ def compare_with_documents_one_by_one(tokens, borders, parallel, checkpointing):
     return loss.detach()
 
 
+def test_packed_documents_on_one_device():
+    """Without a context: catches a mean over other labels, and a document that sees another."""
+    tokens, borders = make_tokens(1, 41), torch.tensor(BORDERS, dtype=torch.int32)
+    loss, _, logits = documents_one_by_one(tokens, BORDERS)
+    torch.testing.assert_close(make().loss(tokens, borders).detach(), loss)
+    torch.testing.assert_close(make()(tokens, borders).detach(), logits)
+
+
 def rank_compares(rank, world_size, cuts):
     for number, options in enumerate(cuts):
         parallel, is_even = ContextParallel(**options), number % 2 == 0
