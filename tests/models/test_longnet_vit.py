@@ -139,6 +139,14 @@ def test_gradients_are_those_of_the_forward():
     assert (ahead - at(-2 * step)) / (2 * step) == pytest.approx(slope, rel=1e-6)
 
 
+@torch.no_grad()
+def test_exported():
+    """As docs/deploy.md says: for one number of tiles, and without a branch on their values."""
+    model, (x, coords) = POOLED.model(), POOLED.inputs()
+    exported, others = torch.export.export(model, (x, coords)).module(), (x.flip(1), coords)
+    torch.testing.assert_close(exported(*others), model(*others))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
     """Trains in 16 bits: an embedding of float32 near the exact one, gradients everywhere."""
