@@ -383,7 +383,8 @@ def run_trial(faults, job, rng, whole, ranks_at_last=2):
                     complaints.append(f"of checkpoints at {kept}, {newest_step()} is the newest")
                 job.num_ranks = ranks_at_last
                 job.begin()
-        job.end()
+        if None in job.end():
+            complaints.append("the last command did not end")
         said = job.said.read_text(errors="replace")
         complaints += judge(whole, result(), step_of_others())
         if "writing" in faults:
