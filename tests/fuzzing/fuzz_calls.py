@@ -99,7 +99,10 @@ def try_autocast(rng):
     own_types = dict(zip(("dq", "dk", "dv"), given, strict=True))
     for name, right in results(call, by_casts, alone, dout, dlse).items():
         right = right.to(own_types.get(name, right.dtype))
-        if found[name].dtype != right.dtype or not torch.equal(found[name], right):
+        # a compiled backward may add in another order
+        eps = 4 * torch.finfo(right.dtype).eps if how == "compiled" else 0.0
+        most = eps * max(1.0, right.nan_to_num(0, 0, 0).abs().max().item())
+        if found[name].dtype != right.dtype or not torch.allclose(found[name], right, eps, most):
             complaint = f"{name} is {found[name]} and should be {right}"
     return Trial(f"autocast, {how}, {call.dtype}", description, complaint)
 
