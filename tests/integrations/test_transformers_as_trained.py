@@ -186,7 +186,7 @@ def rank_meets_a_temperature(rank, world_size):
         model, parallel = AutoModelForCausalLM.from_config(config), ContextParallel()
         if has_temperature and world_size > 1:
             message = message_of(lambda m=model, p=parallel: context_parallel(m, p))
-            assert "has attn_temperature_tuning: it scales queries by their positions" in message
+            assert "has attn_temperature_tuning: it scales each query by its position" in message
         else:
             context_parallel(model, parallel)
         parallel.close()

@@ -63,7 +63,7 @@ def test_bad_input():
         (lambda: cache.crop(2), "pass minus the number"),
         # or documents would see each other
         (lambda: model(one, past_key_values=other, position_ids=two), "do not increase by 1 at p"),
-        (lambda: model(one, past_key_values=other, cu_seq_lens_q=borders), "rows of a cache"),
+        (lambda: model(one, past_key_values=other, cu_seq_lens_q=borders), "cached rows"),
     ):
         assert said in message_of(call)
     with torch.enable_grad():

@@ -142,7 +142,7 @@ def rank_has_bad_input(rank, world_size):
         (of_another, "were given different samples"),
         (of_another, "under transformers' Trainer, SameSample"),
         (packed, "cu_seqlens must start at 0 and end at the length of the sequence, 12"),
-        (partial(model, ids[:, :1]), "1 positions over 2 ranks are (1, 0)"),
+        (partial(model, ids[:, :1]), "1 positions over 2 ranks are cut into shards of (1, 0)"),
         (partial(model.generate, ids, max_new_tokens=2), "then generate"),
         (partial(context_parallel, model, parallel), "remove() the first handle"),
     ]

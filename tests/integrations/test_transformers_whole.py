@@ -203,10 +203,10 @@ def rank_refuses(rank, world_size):
         Divided: "Divided computes last_hidden_state from all rows of a sequence",
         with_norm(
             lambda x: x * (1 + x.shape[1])
-        ): "Applied (norm) computes something from all rows that",
+        ): "Applied (norm) needs the rows of the whole sequence",
         Deaf: "the model received `parallel`, but did not pass it on to LlamaAttention",
         Convolved: "Convolved: positions are mixed outside of dilated attention",
-        Own: "Own: LlamaRotaryEmbedding (rotary_emb) computes something from all rows",
+        Own: "Own: LlamaRotaryEmbedding (rotary_emb) needs the rows of the whole",
     }
     for kind, said in kinds.items():
         message = message_of(lambda k=kind: context_parallel(llama(k), context))
@@ -214,9 +214,7 @@ def rank_refuses(rank, world_size):
     parallel.BY_LENGTH = set()
     for name, make_model in ROTARY.items():
         message = message_of(lambda m=make_model: context_parallel(m(), context))
-        assert "RotaryEmbedding (model.rotary_emb) computes something from all rows" in message, (
-            name
-        )
+        assert "RotaryEmbedding (model.rotary_emb) needs the rows of the whole" in message, name
 
 
 def test_the_tiny_copy_shows_it():
