@@ -136,16 +136,6 @@ def test_what_is_not_run_any_more_keeps_its_table(tmp_path):
     assert "98e6b230" not in living
 
 
-def test_a_record_is_of_a_case_that_runs_or_keeps_its_table():
-    """Catches code that goes without its record's table, and a record of both kinds."""
-    retired = record.retired_names(RESULTS)
-    assert len(retired) == 29
-    assert not set(retired) & set(command.TABLES)
-    by_tests = {"faults", "fuzz", "restarts", "sockets"}
-    names = {path.name.partition(".")[0] for path in RESULTS.glob("*.json")}
-    assert names - by_tests <= {*retired, *command.TABLES}
-
-
 @pytest.mark.parametrize("num_rows", [1, 31, 64, 200, 512, 700, 1024, 2048, 2500])
 def test_rounded_causal_pairs(num_rows):
     """Query by query: the keys up to the end of its block of queries, rounded up to blocks of 512."""

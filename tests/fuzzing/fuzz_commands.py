@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from fuzz import Trial, broken, nothing
+from fuzz import Trial, broken
 
 from ring_dilated_attention.commands import cli, terminal
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES, PUBLISHED, PublishedSize
 from ring_dilated_attention.training import files, metrics, run
+from ring_dilated_attention.training.files import check_mine
 
 PUBLISHED["tiny"] = PublishedSize(5, 32, 1)  # of the weights that `prepare` writes
 
@@ -36,7 +37,7 @@ THEIRS = {
     "locked/.rda-train.lock": b"mine",
 }
 PATHS = [
-    "text.txt", "empty.txt", "text.txt/x", *["taken"] * 5, "mine", "locked", "none", "a/b", "/", ".", "run",
+    "text.txt", "empty.txt", "text.txt/x", *["taken"] * 5, "mine", "locked", "none", "a/b", ".", "run",
     "run/checkpoint-000002", "/proc/x", "/dev/null", "/dev/full", "n" * 300, "a\nb", "B\u00fccher", "\udcff",
 ]  # fmt: skip
 NUMBERS = [
@@ -177,7 +178,13 @@ def why_no_json(text):
     return None
 
 
+def check_outside_alone(path, *rules):
+    """The broken program overwrites what lies in the folder of its case. A device of the machine would be lost."""
+    if not path.resolve().is_relative_to(Path.cwd()):
+        check_mine(path, *rules)
+
+
 BREAKAGES = {
-    "other's files are overwritten": broken("check_mine", nothing, files, metrics, run),
+    "other's files are overwritten": broken("check_mine", check_outside_alone, files, metrics, run),
     "errors of the system are not caught": broken("in_words", None, terminal),
 }
