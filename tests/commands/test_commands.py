@@ -86,7 +86,7 @@ def test_every_command_names_the_extra_that_brings_rich(name, capsys, monkeypatc
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
-        ("rda --help >/dev/full", 2, "rda: No space left on device\n"),
+        ("rda PLAN >/dev/full", 2, "rda plan: No space left on device\n"),
         ("rda PLAN <&- 2>&-", 0, ""),
         # catches 120, Python's code for what is left in a stream's buffer
         ("rda nothing 2>/dev/full", 2, ""),
@@ -99,7 +99,9 @@ def test_streams_of_a_shell(line, code, said):
     words = ["bash", "-o", "pipefail", "-c", line]
     buffered = os.environ | {"PYTHONUNBUFFERED": ""}
     ended = subprocess.run(words, env=buffered, capture_output=True, text=True, timeout=120)
-    assert (ended.returncode, ended.stderr) == (code, said)
+    assert ended.returncode == code
+    assert ended.stderr.endswith(said)  # on a slow machine after progress
+    assert "Traceback" not in ended.stderr
     assert ended.stdout.startswith("branch 0 (w=4096, r=1)") == (code == 0)
 
 
