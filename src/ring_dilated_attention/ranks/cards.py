@@ -33,8 +33,8 @@ def number_of_card(
 
 
 def card_of(group: dist.ProcessGroup | None) -> torch.device:
-    """The GPU of this process, as `number_of_card` chooses it. If `group` is bound to a GPU, this GPU is the argument
-    `bound`."""
+    """The GPU of this process, as `number_of_card` chooses it. Its argument `bound` is the GPU to which `group` is
+    bound, if there is one."""
     bound = None if group is None else group.bound_device_id
     number = number_of_card(
         bound, torch.cuda.current_device(), os.environ, torch.cuda.device_count()

@@ -196,7 +196,7 @@ class Ranks:
         return Choice("none", "one rank: nothing to send")
 
     def links(self, exchange: str, job: Job) -> Links:
-        """What this rank communicates through in a call with this exchange: its link and its dealer (see `Links`)."""
+        """The link and the dealer that this rank uses in a call with this exchange (see `Links`)."""
         return None, None
 
     def abandon(self, reason: str) -> None:

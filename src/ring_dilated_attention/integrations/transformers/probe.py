@@ -185,7 +185,8 @@ def _why_another(config: Any) -> str | None:
 
 
 class UnfitError(ValueError):
-    """Raised if a copy runs, and shows that dilated attention cannot replace the model's attention."""
+    """Raised if a small copy of the model runs, and its outputs show that dilated attention cannot replace the model's
+    attention."""
 
 
 def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
