@@ -215,8 +215,10 @@ def _forward_without_causality(q, k, v, is_causal, scale):
     return _forward(q, k, v, False, scale)
 
 
-def _dlse_of_float16(rows, width):
-    return _with_columns(rows._replace(dlse=rows.dlse.half().to(rows.dlse.dtype)), width)
+def _dlse_of_float16(rows):
+    if rows.dlse is not None:
+        rows = rows._replace(dlse=rows.dlse.half().to(rows.dlse.dtype))
+    return _with_columns(rows)
 
 
 def _cast_float64_too(x):

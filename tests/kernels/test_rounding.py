@@ -7,8 +7,7 @@ from ring_dilated_attention import DilatedPattern, dilated_attention, explain, s
 from ring_dilated_attention.commands.check import CASES
 from ring_dilated_attention.commands.errors import measure, relative, squares, worst
 from ring_dilated_attention.kernels import cpu
-from ring_dilated_attention.kernels.contract import BackwardRows
-from ring_dilated_attention.kernels.lse_gradient import num_columns, with_dlse_columns
+from ring_dilated_attention.kernels.lse_gradient import dlse_columns
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -86,8 +85,6 @@ def test_columns_carry_a_gradient_of_lse_of_any_size(dtype, size):
     far as three columns and the least float16 tell."""
     generator = torch.Generator().manual_seed(0)
     dlse = (torch.rand(1, 2, 50, generator=generator) - 0.5) * size
-    zeros = torch.zeros(1, 2, 50, 8, dtype=dtype)
-    rows = BackwardRows(zeros, dlse, zeros, zeros, zeros, zeros, dlse)
-    found = with_dlse_columns(rows, num_columns(dtype))
-    product = (found.out.double() * found.dout.double()).sum(-1)
+    dout, out = dlse_columns(dlse, torch.zeros(1, 2, 50, 8, dtype=dtype))
+    product = (out.double() * dout.double()).sum(-1)
     torch.testing.assert_close(product, -dlse.double(), rtol=1e-6, atol=2.0**-14 * 2.0**-24)

@@ -20,7 +20,6 @@ from helpers import ROOT
 
 from ring_dilated_attention import DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.kernels import cpu, rows_at_once, sdpa
-from ring_dilated_attention.kernels.contract import Merging
 from ring_dilated_attention.run import merge
 
 HAS_TRITON = find_spec("triton") is not None
@@ -28,7 +27,9 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE, KERNEL = ("cuda", sdpa) if HAS_GPU and not IS_INTERPRETED else ("cpu", cpu)
-TRITON = Merging(rows_at_once.merge_rows, rows_at_once.add_rows, rows_at_once.lay_out_rows)
+TRITON = merge.PLAIN._replace(
+    merge=rows_at_once.merge_rows, add=rows_at_once.add_rows, lay_out=rows_at_once.lay_out_rows
+)
 
 run = pytest.mark.skipif(
     not (HAS_TRITON and (IS_INTERPRETED or HAS_GPU)),

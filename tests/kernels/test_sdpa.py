@@ -60,7 +60,7 @@ def make(dtype, num_heads, num_kv_heads, num_rows, num_keys, head_dim, device="c
 # A tile that every op takes.
 TILE = TileFacts(
     torch.bfloat16,
-    torch.device("cuda"),
+    (9, 0),
     batch=2,
     num_heads=4,
     num_rows=64,
@@ -70,7 +70,8 @@ TILE = TileFacts(
 
 
 def chosen(**facts):
-    return sdpa._choose(TILE._replace(**facts))
+    capability = torch.cuda.get_device_capability(torch.device("cuda"))
+    return sdpa._choose(TILE._replace(capability=capability, **facts))
 
 
 # 2^31 elements, rows counted to 128s and head dims to 32s

@@ -20,7 +20,7 @@ class BackwardRows(NamedTuple):
     """The inputs of a tile's backward. out and lse are the attention over all keys, not only over the tile's keys.
 
     So p = exp(score - lse) is a key's weight among all keys, and the tiles' gradients add up to the exact gradient.
-    lse may have more rows than query (`Merging.lse_multiple`).
+    lse may have more rows than query (`Merging.lse_multiple`), and dout and out more columns (`Merging.dlse_columns`).
     """
 
     dout: Tensor
@@ -43,6 +43,11 @@ class TileRows(NamedTuple):
     entry: int | None
     tensors: tuple[Tensor, ...]
 
+    def with_columns(self, start: int, stop: int) -> "TileRows":
+        """dout and out with only some of their columns, and lse."""
+        dout, out, lse = self.tensors
+        return self._replace(tensors=(dout[..., start:stop], out[..., start:stop], lse))
+
 
 class GradientSum(NamedTuple):
     """The gradients of tiles, and where their sum is written. total: the tensor (B, N, H, D) to which the sum is
@@ -59,6 +64,8 @@ class Merging(NamedTuple):
     merge: Callable[..., None]
     add: Callable[..., None]
     lay_out: Callable[..., None]
+    # Takes dlse (B, N, H) and out, and returns the columns of dout and of out that carry dlse (`lse_gradient.py`).
+    dlse_columns: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     # `Kernel.backward` needs an lse whose number of rows is a multiple of this number. The caller appends rows of inf.
     lse_multiple: int = 1
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .contract import BackwardRows
-from .lse_gradient import num_columns, with_dlse_columns
+from .lse_gradient import with_dlse_columns
 from .traits import TRAITS as ALL_TRAITS
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -81,8 +81,6 @@ def forward(
 
 def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     head_dim = rows.query.shape[-1]
-    if rows.dlse is not None:
-        rows = with_dlse_columns(rows, num_columns(rows.query.dtype))
-    dout, _, query, key, value, out, lse = rows
+    dout, _, query, key, value, out, lse = with_dlse_columns(rows)
     grads = _backward(dout, query, key, value, out, lse, 0.0, is_causal, scale=scale)
     return tuple(grad[..., :head_dim] for grad in grads)

@@ -20,17 +20,13 @@ class TileFacts(NamedTuple):
     """The facts about a tile that decide which op computes it."""
 
     dtype: torch.dtype
-    device: torch.device
+    capability: tuple[int, int]  # the GPU's compute capability
     batch: int  # the number of batch entries; each segment counts as a batch entry
     num_heads: int
     num_rows: int
     num_keys: int
     head_dim: int
     is_backward: bool = False
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        return torch.cuda.get_device_capability(self.device)
 
 
 class Op(NamedTuple):

@@ -12,38 +12,48 @@ third column are rounded too.
 """
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from .contract import BackwardRows
 
 
-def num_columns(dtype: torch.dtype) -> int:
-    return 1 if dtype.itemsize >= 4 else 3
+def dlse_columns(dlse: Tensor, out: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor]:
+    """The columns that are to be appended to dout and to out. Each result has the shape of dlse and a last dim, which
+    makes the head dim a multiple of `multiple`. The first column or the first three carry dlse, the rest are 0."""
+    count = 1 if out.dtype.itemsize >= 4 else 3
+    width = count + -(out.shape[-1] + count) % multiple
+    dout_columns = out.new_zeros((*dlse.shape, width))
+    out_columns = torch.zeros_like(dout_columns)
 
-
-def with_dlse_columns(rows: BackwardRows, width: int) -> BackwardRows:
-    """The rows with `width` new columns. The first one or three of these carry dlse (`num_columns`), the rest are 0.
-
-    The caller must pass `scale` to the op, because the op's default is computed from the head dim, which is larger now.
-    """
-    assert rows.dlse is not None
-    zeros = (0, width)
-    head_dim = rows.query.shape[-1]
-    out = pad(rows.out, zeros)  # (B, H, M, D + width)
-    dout = pad(rows.dout, zeros)
-
-    rest = rows.dlse  # (B, H, M)
-    factor = torch.ones_like(rows.dlse)
-    count = num_columns(out.dtype)
+    rest = dlse
+    factor = torch.ones_like(dlse)
     if count > 1:
         # Keep the exponent between -14 and 15, so that the power of 2 is a normal float16.
         exponent = torch.frexp(rest).exponent.clamp(-14, 15)
         factor = torch.ldexp(factor, exponent)
 
-    for column in range(head_dim, head_dim + count):
-        dout[..., column] = factor.to(out.dtype)
-        out[..., column] = (-rest / factor).to(out.dtype)
-        rest = rest + factor * out[..., column].to(rest.dtype)
+    dout_columns[..., :count] = factor.unsqueeze(-1)
+    for column in range(count):
+        out_columns[..., column] = -rest / factor
+        rest = rest + factor * out_columns[..., column].to(rest.dtype)
+    return dout_columns, out_columns
 
-    query, key, value = (pad(x, zeros) for x in (rows.query, rows.key, rows.value))
-    return rows._replace(dout=dout, dlse=None, query=query, key=key, value=value, out=out)
+
+def with_dlse_columns(rows: BackwardRows, multiple: int = 1) -> BackwardRows:
+    """The rows without dlse: dout and out have the columns that carry it, and query, key and value as many columns of
+    zeros.
+
+    The caller must pass `scale` to the op, because the op's default is computed from the head dim, which is larger now.
+    """
+    dout, out = rows.dout, rows.out  # (B, H, M, D), or with the columns already
+    if rows.dlse is not None:
+        dout_columns, out_columns = dlse_columns(rows.dlse, out, multiple)
+        dout = torch.cat((dout, dout_columns), dim=-1)
+        out = torch.cat((out, out_columns), dim=-1)
+
+    added = out.shape[-1] - rows.query.shape[-1]
+    if added == 0:
+        return rows
+    query, key, value = (pad(x, (0, added)) for x in (rows.query, rows.key, rows.value))
+    return BackwardRows(dout, None, query, key, value, out, rows.lse)

@@ -258,12 +258,12 @@ def _table(numbers_of_tiles: Iterable[Iterable[int]], device: torch.device) -> T
     """A flat int64 tensor on the device with the numbers of all tiles, which `write_kernel` writes."""
     from .row_kernels import write_kernel
 
-    numbers = [number for tile in numbers_of_tiles for number in tile]
-    numbers += [0] * (-len(numbers) % NUMBERS)
+    odd_numbers = [2 * number + ODD for tile in numbers_of_tiles for number in tile]
+    odd_numbers += [ODD] * (-len(odd_numbers) % NUMBERS)
 
-    table = torch.empty(len(numbers), dtype=torch.int64, device=device)
-    for start in range(0, len(numbers), NUMBERS):
-        odd_numbers = tuple([2 * number + ODD for number in numbers[start : start + NUMBERS]])
-        with _on_device(table):
-            write_kernel[(1,)](table[start:], odd_numbers, NUM=NUMBERS, OFFSET=ODD >> 1)
+    table = torch.empty(len(odd_numbers), dtype=torch.int64, device=device)
+    with _on_device(table):
+        for start in range(0, len(odd_numbers), NUMBERS):
+            some_numbers = tuple(odd_numbers[start : start + NUMBERS])
+            write_kernel[(1,)](table[start:], some_numbers, NUM=NUMBERS, OFFSET=ODD >> 1)
     return table

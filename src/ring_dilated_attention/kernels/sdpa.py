@@ -12,6 +12,7 @@ torch's flash.
 Names are those of `contract.py`.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.nn.functional import pad
 from . import rows_at_once
 from .contract import BackwardRows, Merging
 from .cuda_ops import OPS, TileFacts, in_order, lse_multiple
-from .lse_gradient import num_columns, with_dlse_columns
+from .lse_gradient import dlse_columns, with_dlse_columns
 from .traits import TRAITS as ALL_TRAITS
 
 aten: Any = torch.ops.aten
@@ -60,6 +61,7 @@ def merging(query: Tensor) -> Merging | None:
         merge=rows_at_once.merge_rows,
         add=rows_at_once.add_rows,
         lay_out=rows_at_once.lay_out_rows,
+        dlse_columns=partial(dlse_columns, multiple=_row_multiple(query)),
         lse_multiple=lse_multiple(_first(_any_tile(query))),
     )
 
@@ -93,7 +95,7 @@ def _tile(q_BHMD: Tensor, k_BGLD: Tensor, is_backward: bool = False) -> TileFact
     batch, num_heads, num_rows, head_dim = q_BHMD.shape
     return TileFacts(
         q_BHMD.dtype,
-        q_BHMD.device,
+        torch.cuda.get_device_capability(q_BHMD.device),
         batch,
         num_heads,
         num_rows,
@@ -127,9 +129,14 @@ def _choose(tile: TileFacts) -> str:
     )
 
 
+def _row_multiple(x: Tensor) -> int:
+    """The number of elements in 16 bytes. The ops need rows of a multiple of this number."""
+    return 16 // x.element_size()
+
+
 def _aligned(x_BHMD: Tensor) -> Tensor:
     """The tensor, or a copy whose rows, strides and pointer are multiples of 16 bytes, as the ops need them."""
-    width = 16 // x_BHMD.element_size()
+    width = _row_multiple(x_BHMD)
     if x_BHMD.shape[-1] % width:
         return pad(x_BHMD, (0, -x_BHMD.shape[-1] % width))
 
@@ -138,6 +145,16 @@ def _aligned(x_BHMD: Tensor) -> Tensor:
     if x_BHMD.data_ptr() % 16 or (stride_b | stride_h | stride_m) % width:
         return x_BHMD.clone(memory_format=torch.contiguous_format)
     return x_BHMD
+
+
+def _heads_together(x_BHMD: Tensor) -> Tensor:
+    """The tensor, or a copy, so that it is contiguous as (B, M, H, D). An op without `takes_strides` needs it so."""
+    _, num_heads, num_rows, head_dim = x_BHMD.shape
+    row = num_heads * head_dim
+    # Rows that `Merging.lay_out` wrote are returned here: to transpose them twice would take longer.
+    if x_BHMD.stride() == (num_rows * row, head_dim, row, 1):
+        return x_BHMD
+    return x_BHMD.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _prepared(
@@ -175,31 +192,28 @@ def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor,
     """
     _, _, num_rows, head_dim = rows.query.shape
     _, num_kv_heads, num_keys, _ = rows.key.shape
-    if rows.dlse is not None:
-        width = num_columns(rows.query.dtype)
-        # Widen the rows to a multiple of 16 bytes, so that `_aligned` need not pad these tensors again.
-        width += -(head_dim + width) % (16 // rows.query.element_size())
-        rows = with_dlse_columns(rows, width)
-
+    rows = with_dlse_columns(rows, _row_multiple(rows.query))
     name, q, k, v = _prepared(rows.query, rows.key, rows.value, is_backward=True)
     dout, out = map(_aligned, (rows.dout, rows.out))
     if not OPS[name].takes_strides:
-        # Make out and dout contiguous as (B, M, H, D), because an op without `takes_strides` needs contiguous tensors.
-        dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))
+        dout, out = map(_heads_together, (dout, out))
 
     # Make lse contiguous, with a multiple of `lse_multiple` rows. If lse has too few rows, add rows of inf.
     lse = rows.lse
     wanted = num_rows + -num_rows % lse_multiple(name)
     if lse.shape[2] < wanted:
         lse = pad(lse[..., :num_rows], (0, wanted - num_rows), value=torch.inf)
-    lse = lse[..., :wanted].contiguous()
+    if lse.shape[2] > wanted:
+        lse = lse[..., :wanted]
+    lse = lse.contiguous()
 
     op = getattr(aten, f"_scaled_dot_product_{name}_attention_backward")
     arguments = OPS[name].backward_arguments(out, lse, num_keys, is_causal)
-    gradients = op(dout, q, k, v, *arguments, scale=scale)[:3]
+    dq, dk, dv, *_ = op(dout, q, k, v, *arguments, scale=scale)
 
     # dq is (B, H, M, D). dk and dv are (B, G, L, D), or (B, H, L, D) if heads were expanded.
-    dq, dk, dv = (gradient.narrow(3, 0, head_dim) for gradient in gradients)
+    if dq.shape[3] > head_dim:
+        dq, dk, dv = (gradient.narrow(3, 0, head_dim) for gradient in (dq, dk, dv))
     if dk.shape[1] != num_kv_heads:  # sum over the query heads that share a key/value head
         dk, dv = (x.unflatten(1, (num_kv_heads, -1)).sum(2) for x in (dk, dv))
     return dq, dk, dv

@@ -141,6 +141,10 @@ class _Executor:
         # `laid_out`: for each of the next tiles, copies of its rows: dout and out (B, H, M, D), lse (B, H, M or more).
         self.laid_out: deque[tuple[Tensor, ...]] = deque()
 
+        # `columns`: the columns of dout and of out that carry dlse, (B, N, H, columns) each; None before rows are laid
+        # out, and if lse has no gradient.
+        self.columns: tuple[Tensor, Tensor] | None = None
+
         # `posted`: for each ticket of a `Post` step, the messages that this rank sends and the messages that it
         # receives.
         self.posted: dict[str, tuple[Pending, Pending]] = {}
@@ -383,12 +387,20 @@ class _Executor:
     def copy(self, step: steps.Copy) -> None:
         """For each tile of the step, copy the tile's rows of dout, out and lse to new tensors in `laid_out`.
 
-        dout and out are (B, H, M, D), and all heads of a position lie side by side in memory. lse is (B, H, M or more).
+        dout and out are (B, H, M, D or more), and all heads of a position lie side by side in memory. lse is
+        (B, H, M or more).
         """
         assert self.merging is not None
         dout_BNHD = self.alive["dout"]
         out_BNHD = self.alive["out"]
         lse_BNH = self.alive["lse"]
+        if "dlse" in self.alive:
+            dlse_BNH = self.alive.pop("dlse")
+            self.columns = self.merging.dlse_columns(dlse_BNH, out_BNHD)
+
+        width = self.head_dim
+        if self.columns is not None:
+            width += self.columns[0].shape[-1]
 
         tiles: list[TileRows] = []
         for tile, entry in step.calls:
@@ -397,8 +409,10 @@ class _Executor:
             num_rows = rows.num_rows
             batch = rows.segments * (self.batch if entry is None else 1)
 
-            sizes = (2, batch, num_rows, num_heads, self.head_dim)
-            dout, out = out_BNHD.new_empty(sizes).transpose(2, 3)  # (B, H, M, D) each
+            sizes = (2, batch, num_rows, num_heads, width)
+            dout, out = (
+                out_BNHD.new_empty(sizes).transpose(2, 3).unbind()
+            )  # (B, H, M, D or more) each
 
             # The kernel reads lse in blocks of `lse_multiple` rows. Fill the end of the last block with inf, so that
             # exp(score - lse) is 0 there.
@@ -411,6 +425,10 @@ class _Executor:
             tiles.append(TileRows(rows, entry, (dout, out, lse)))
 
         heads = self.query_heads(step.kv_heads)
+        if self.columns is not None:
+            columns = [tile.with_columns(self.head_dim, width) for tile in tiles]
+            self.merging.lay_out(*self.columns, lse_BNH, columns, heads)
+            tiles = [tile.with_columns(0, self.head_dim) for tile in tiles]
         self.merging.lay_out(dout_BNHD, out_BNHD, lse_BNH, tiles, heads)
 
     # The methods below make the accumulators (out, lse, dq, dk, dv), and write, merge or add the results of tiles to

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.contract import GradientSum, Merging, TileRows
+from ..kernels.lse_gradient import dlse_columns
 from .views import accumulator_dtype, rows_view
 
 
@@ -102,4 +103,4 @@ def _view(x_BNHD: Tensor, tile: TileRows) -> Tensor:
     return rows_view(x_BNHD if entry is None else x_BNHD[entry : entry + 1], tile.rows)
 
 
-PLAIN = Merging(merge_rows, add_rows, lay_out_rows)
+PLAIN = Merging(merge_rows, add_rows, lay_out_rows, dlse_columns)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.contract import BackwardRows, Kernel, Merging
+from ..kernels.lse_gradient import dlse_columns
 from ..kernels.traits import TRAITS
 from ..plan.collection import without_collection
 from ..plan.exchange import RankPlan
@@ -89,7 +90,7 @@ class MetaKernel:
         None."""
         if self.NAME != "sdpa":
             return None
-        return Merging(_nothing, _nothing, _nothing)
+        return Merging(_nothing, _nothing, _nothing, dlse_columns)
 
     def forward(
         self, q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
