@@ -101,8 +101,16 @@ def test_text_comes_in_whole_characters(is_terminal, content, shown, monkeypatch
     file = Terminal()
     file.isatty = lambda: is_terminal
     monkeypatch.setattr(sys, "stdout", file)
-    options = types.SimpleNamespace(tokens=len(content), temperature=1, seed=None)
-    assert command.write(model, b"a", options) == 0
+    monkeypatch.setattr(LongNetLM, "from_run", lambda folder: model)
+    options = types.SimpleNamespace(
+        run_folder="run",
+        prompt="a",
+        prompt_file=None,
+        tokens=len(content),
+        temperature=1,
+        seed=None,
+    )
+    assert command.run(options) == 0
     monkeypatch.undo()
     file.flush()
     assert file.shown[-len(shown) :] == shown

@@ -104,8 +104,8 @@ MUTANTS = (
     Mutant(
         "what a model writes cannot move the cursor of a terminal",
         "commands/generate.py",
-        "if file.isatty():",
-        "if not file.isatty():",
+        "if sys.stdout.isatty():",
+        "if not sys.stdout.isatty():",
         ("tests/commands/test_writing.py",),
     ),
     Mutant(

@@ -103,9 +103,14 @@ class Trial(NamedTuple):
 
     def row(self, verdict: str, **others: Any) -> Row:
         """The trial as a row of the table. verdict: passed, failed or cannot run. others: further columns by name."""
-        row = {"backend": self.backend, "exchange": self.exchange, "num_ranks": self.num_ranks}
-        dtype = str(self.dtype).removeprefix("torch.")
-        return row | {"dtype": dtype, "verdict": verdict} | others
+        return {
+            "backend": self.backend,
+            "exchange": self.exchange,
+            "num_ranks": self.num_ranks,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "verdict": verdict,
+            **others,
+        }
 
     def why_not(self) -> str | None:
         """Why this machine cannot run the trial, or None."""
@@ -127,16 +132,16 @@ def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
     exchanges = (*EXCHANGES, SIMULATED) if num_ranks > 1 else ("none", CACHE)
     trials, rows = [], []
     for backend, exchange, dtype in product(BACKENDS, exchanges, DTYPES):
-        against = {}
+        against = []
         for device in devices:
             trial = Trial(backend, device, exchange, dtype, num_ranks)
-            against[trial] = trial.why_not()
-        possible = [trial for trial, reason in against.items() if reason is None]
-        if possible:
-            trials.append(possible[0])
+            reason = trial.why_not()
+            if reason is None:
+                trials.append(trial)
+                break
+            against.append(reason)
         else:
-            reason = "; ".join(map(str, against.values()))
-            rows.append(trial.row("cannot run", reason=reason))
+            rows.append(trial.row("cannot run", reason="; ".join(against)))
     return trials, rows
 
 
@@ -160,8 +165,15 @@ def run_trials(trials: Sequence[Trial], on_step: Callable[[], object]) -> list[R
         verdict = "passed" if result.passed else "failed"
         # Replace an infinite error by a text, because JSON has no infinity.
         size = result.error if math.isfinite(result.error) else "inf"
-        numbers = {"num_cases": len(trial.cases), "error": size, "tolerance": result.tolerance}
-        rows.append(trial.row(verdict, **numbers, where=result.where))
+        rows.append(
+            trial.row(
+                verdict,
+                num_cases=len(trial.cases),
+                error=size,
+                tolerance=result.tolerance,
+                where=result.where,
+            )
+        )
     return rows
 
 
@@ -191,8 +203,11 @@ def _context(trial: Trial, sharding: str) -> ContextParallel | None:
         return None
     if trial.exchange == SIMULATED:
         return all_ranks(trial.num_ranks, sharding=sharding)
-    timeout = timedelta(seconds=SECONDS_PER_LAUNCH)
-    return ContextParallel(sharding=sharding, exchange=trial.exchange, timeout=timeout)
+    return ContextParallel(
+        sharding=sharding,
+        exchange=trial.exchange,
+        timeout=timedelta(seconds=SECONDS_PER_LAUNCH),
+    )
 
 
 EXAMPLES = """examples:
@@ -212,10 +227,15 @@ Exit codes: 0 all rows passed or cannot run here, 1 a row failed, 2 refused.
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    shortest = min(case.seq_len for case in CASES)
-    numbers = "numbers of ranks (default 1 2 3)"
-    ranks = within(1, shortest)  # each rank needs at least one position, in every case
-    add("--ranks", type=ranks, nargs="+", default=[1, 2, 3], metavar="P", help=numbers)
+    add(
+        "--ranks",
+        # Each rank needs at least one position, in every case.
+        type=within(1, min(case.seq_len for case in CASES)),
+        nargs="+",
+        default=[1, 2, 3],
+        metavar="P",
+        help="numbers of ranks (default 1 2 3)",
+    )
     add("--json", action="store_true", help="print the rows as JSON")
 
 
@@ -252,8 +272,7 @@ def table(rows: Sequence[Row]) -> str:
             continue
         cells = [row["backend"], row["exchange"], str(row["num_ranks"]), row["dtype"]]
         if "error" in row:
-            numbers = (float(row["error"]), row["tolerance"])
-            cells += [f"{number:.1e}" for number in numbers]
+            cells += [f"{float(row['error']):.1e}", f"{row['tolerance']:.1e}"]
             cells += [row["verdict"], row["where"]]
         else:
             cells += ["", "", row["verdict"], row["reason"]]

@@ -158,8 +158,15 @@ def measure_cached(case: Case, dtype: torch.dtype, backend: str, device: str) ->
     """
     inputs, dout, _ = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, None)
-    sizes = (case.batch, case.num_heads, case.num_kv_heads, case.head_dim)
-    cache = DilatedCache(case.pattern, *sizes, dtype=dtype, device=device)
+    cache = DilatedCache(
+        case.pattern,
+        case.batch,
+        case.num_heads,
+        case.num_kv_heads,
+        case.head_dim,
+        dtype=dtype,
+        device=device,
+    )
     half = case.seq_len // 2
     borders = [*range(0, half, 20), *range(half, case.seq_len + 1)]
     outs, lses = [], []

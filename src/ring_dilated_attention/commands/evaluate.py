@@ -26,18 +26,21 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
     add("file", metavar="FILE", help="the text; - is stdin")
-    context = "bytes of a context, 0: the whole text (default: as in training)"
-    add("--context", type=within(0), metavar="N", help=context)
+    add(
+        "--context",
+        type=within(0),
+        metavar="N",
+        help="bytes of a context, 0: the whole text (default: as in training)",
+    )
     add("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(arguments: Namespace) -> int:
     state = read_state(newest_checkpoint(arguments.run_folder))
-    in_training = state["hyperparameters"]["seq_len"]
     text = read_file(arguments.file)
     context = len(text)
     if arguments.context != 0:
-        context = min(arguments.context or in_training, len(text))
+        context = min(arguments.context or state["hyperparameters"]["seq_len"], len(text))
     if context < 2:
         raise ValueError(
             f"{arguments.file}: no context has 2 bytes, and the first byte of a context is not predicted"
@@ -49,8 +52,7 @@ def run(arguments: Namespace) -> int:
     num_bytes = 0
     bits = 0.0
     with progress(len(text), "byte") as bar:
-        model = LongNetLM.from_run(arguments.run_folder)
-        for scored in score(model, text, context):
+        for scored in score(LongNetLM.from_run(arguments.run_folder), text, context):
             num_bytes += scored.num_predicted
             bits += scored.bits
             bar.update(scored.num_read)
@@ -63,6 +65,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(json.dumps(record))
         return 0
-    mean = f"{record['bits_per_byte']:.3f} bits per byte over {num_bytes:,} bytes"
-    print(f"{mean}, in contexts of {context:,} bytes")
+    print(
+        f"{record['bits_per_byte']:.3f} bits per byte over {num_bytes:,} bytes, in contexts of {context:,} bytes"
+    )
     return 0

@@ -8,14 +8,10 @@ import time
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
 
 from ..training.data import read_file
 from .arguments import positive, within
 from .terminal import INTERRUPTED_EXIT_CODE, leaving_at_once, say
-
-if TYPE_CHECKING:
-    from ..models.longnet import LongNetLM
 
 EXAMPLES = """examples:
   rda generate runs/a --prompt 'def ' --tokens 400
@@ -35,16 +31,27 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="what comes before")
-    file = "the same, from a file of any length; - is stdin"
-    prompt.add_argument("--prompt-file", metavar="FILE", help=file)
+    prompt.add_argument(
+        "--prompt-file", metavar="FILE", help="the same, from a file of any length; - is stdin"
+    )
     add("--tokens", type=positive, default=400, metavar="N", help="bytes to write (default 400)")
-    likeliest = "0: the likeliest byte (default 1)"
-    add("--temperature", type=float, default=1.0, metavar="X", help=likeliest)
-    seed = "to write the same again (default: anew each time)"
-    add("--seed", type=within(0), metavar="N", help=seed)
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="0: the likeliest byte (default 1)",
+    )
+    add(
+        "--seed",
+        type=within(0),
+        metavar="N",
+        help="to write the same again (default: anew each time)",
+    )
 
 
 def run(arguments: Namespace) -> int:
+    """Stream to stdout what the model writes. Then say on stderr how long that took, also after Ctrl-C."""
     if arguments.prompt_file is None:
         prompt = os.fsencode(arguments.prompt)
     else:
@@ -55,14 +62,6 @@ def run(arguments: Namespace) -> int:
         from ..models.longnet import LongNetLM
 
     model = LongNetLM.from_run(arguments.run_folder)
-    return write(model, prompt, arguments)
-
-
-def write(model: "LongNetLM", prompt: bytes, arguments: Namespace) -> int:
-    """Stream to stdout what the model writes. Then say on stderr how long that took, also after Ctrl-C.
-
-    Returns the exit code.
-    """
     caches = model.make_caches(1, max_len=len(prompt) + arguments.tokens)
     steps = model.generate(
         [list(prompt)],
@@ -76,9 +75,9 @@ def write(model: "LongNetLM", prompt: bytes, arguments: Namespace) -> int:
     began = time.perf_counter()
     with suppress(KeyboardInterrupt):
         for tokens in steps:
-            show(decoder.decode(bytes([int(tokens[0])])), sys.stdout)
+            show(decoder.decode(bytes([int(tokens[0])])))
             num_written += 1
-    show(decoder.decode(b"", final=True), sys.stdout)
+    show(decoder.decode(b"", final=True))
     seconds = time.perf_counter() - began
     num_bytes = sum(cache.num_bytes for cache in caches)
     say(f"\n{num_written:,} tokens in {seconds:.2f} s; caches of {num_bytes:,} bytes")
@@ -88,9 +87,8 @@ def write(model: "LongNetLM", prompt: bytes, arguments: Namespace) -> int:
     return 0
 
 
-def show(text: str, file: TextIO) -> None:
-    """Write text to a file, and flush it. If the file is a terminal, control characters are written as U+FFFD."""
-    if file.isatty():
+def show(text: str) -> None:
+    """Write text to stdout, and flush it. On a terminal, control characters are written as U+FFFD."""
+    if sys.stdout.isatty():
         text = CONTROL.sub("\ufffd", text)
-    file.write(text)
-    file.flush()
+    print(text, end="", flush=True)

@@ -44,12 +44,21 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="positions of a sequence",
     )
-    heads = within(1, MOST_HEADS)
-    add("--heads", type=heads, required=True, metavar="H", help="query heads")
-    budget = "budget: 1/X of dense attention's work"
-    add("--speedup", type=amount, required=True, metavar="X", help=budget)
-    layers = "layers of the model (default 12)"
-    add("--layers", type=within(1, MOST_LAYERS), default=12, metavar="L", help=layers)
+    add("--heads", type=within(1, MOST_HEADS), required=True, metavar="H", help="query heads")
+    add(
+        "--speedup",
+        type=amount,
+        required=True,
+        metavar="X",
+        help="budget: 1/X of dense attention's work",
+    )
+    add(
+        "--layers",
+        type=within(1, MOST_LAYERS),
+        default=12,
+        metavar="L",
+        help="layers of the model (default 12)",
+    )
     add("--not-causal", dest="is_causal", action="store_false", help="a query sees later keys too")
     add("--window", action="store_true", help="a sliding window, not segments of rate 1")
     add("--json", action="store_true", help="print the candidates as JSON, the best first")
@@ -66,16 +75,19 @@ def run(arguments: Namespace) -> int:
     best = candidates[0]
     if not best["all_read"]:
         rate = max(best["dilation_rates"])
-        forced = f"{rate:,}, and there are {arguments.heads} heads"
-        advice = "allow more work, or take more heads"
         print(
             wrapped(
-                f"The budget forces a rate above the number of heads: {forced}. Small models with such "
-                f"patterns recalled little of what is far away (docs/learning.md): {advice}."
+                f"The budget forces a rate above the number of heads: {rate:,}, and there are {arguments.heads} heads. "
+                "Small models with such patterns recalled little of what is far away (docs/learning.md): allow more "
+                "work, or take more heads."
             )
         )
-    branches = best["segment_lengths"], best["dilation_rates"]
-    pattern = DilatedPattern(*branches, window=best["window"], is_causal=arguments.is_causal)
+    pattern = DilatedPattern(
+        best["segment_lengths"],
+        best["dilation_rates"],
+        window=best["window"],
+        is_causal=arguments.is_causal,
+    )
     print(f"Take 1, {best['rule']}: {reason}.")
     print(wrapped(repr(pattern)))
     print("What is within reach is not yet learnt: train the candidates, and compare.\n")
@@ -92,12 +104,17 @@ def describe(arguments: Namespace) -> list[dict[str, Any]]:
     the budget."""
     seq_len, heads = arguments.seq_len, arguments.heads
     dense = pairs(DilatedPattern.dense(is_causal=arguments.is_causal), seq_len, heads)
-    rules = {"is_causal": arguments.is_causal, "window": arguments.window}
-    patterns = suggestions(seq_len, heads, dense / arguments.speedup, **rules)
+    patterns = suggestions(
+        seq_len,
+        heads,
+        dense / arguments.speedup,
+        is_causal=arguments.is_causal,
+        window=arguments.window,
+    )
     if not patterns:
-        few = f"--speedup {arguments.speedup:g} over {seq_len:,} positions"
         raise ValueError(
-            f"{few}: every pattern that was tried needs more work; give a smaller --speedup"
+            f"--speedup {arguments.speedup:g} over {seq_len:,} positions: every pattern that was tried needs more "
+            "work; give a smaller --speedup"
         )
     candidates = []
     with progress(len(patterns), "candidate") as bar:
@@ -166,11 +183,13 @@ def candidates_table(num_layers: int, candidates: list[dict[str, Any]]) -> str:
                 f"{unheard:.2%}",
             )
         )
-    headers = (
-        "",
-        "of dense\npairs",
-        "largest\nrate",
-        "layers to\nhear 99 %",
-        f"unheard after\n{num_layers}",
+    return table(
+        (
+            "",
+            "of dense\npairs",
+            "largest\nrate",
+            "layers to\nhear 99 %",
+            f"unheard after\n{num_layers}",
+        ),
+        rows,
     )
-    return table(headers, rows)

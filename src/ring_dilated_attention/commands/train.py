@@ -88,20 +88,44 @@ memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved.
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    ranks = "processes that share every sequence of --seq-len (default 1)"
-    add("--ranks", type=positive, metavar="P", help=ranks)
+    add(
+        "--ranks",
+        type=positive,
+        metavar="P",
+        help="processes that share every sequence of --seq-len (default 1)",
+    )
     add("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
-    cut = "cut parameters and optimiser state over ranks, in checkpoints too (FSDP2)"
-    add("--fsdp", action="store_true", help=cut)
-    folder = "where to write (default runs/<date and time>). A run that is there goes on from its "
-    folder += "newest checkpoint"
-    add("--run-folder", type=Path, metavar="DIR", help=folder)
-    again = "start the ranks again up to K times when one is lost"
-    add("--restarts", type=within(0), metavar="K", help=again)
-    late = "after so many seconds a rank that does not answer is lost (default 600)"
-    add("--timeout", type=within(1, 86_400), default=600, metavar="S", help=late)
-    save = "steps between checkpoints; older ones are deleted (default 30)"
-    add("--save-every", type=positive, default=30, metavar="N", help=save)
+    add(
+        "--fsdp",
+        action="store_true",
+        help="cut parameters and optimiser state over ranks, in checkpoints too (FSDP2)",
+    )
+    add(
+        "--run-folder",
+        type=Path,
+        metavar="DIR",
+        help="where to write (default runs/<date and time>). A run that is there goes on from its newest checkpoint",
+    )
+    add(
+        "--restarts",
+        type=within(0),
+        metavar="K",
+        help="start the ranks again up to K times when one is lost",
+    )
+    add(
+        "--timeout",
+        type=within(1, 86_400),
+        default=600,
+        metavar="S",
+        help="after so many seconds a rank that does not answer is lost (default 600)",
+    )
+    add(
+        "--save-every",
+        type=positive,
+        default=30,
+        metavar="N",
+        help="steps between checkpoints; older ones are deleted (default 30)",
+    )
     # `launch` passes this option to the ranks that it starts. The option names the folder with the store through which
     # the ranks connect.
     add("--launched", type=Path, help=SUPPRESS)
@@ -131,8 +155,10 @@ def prepare_checked(arguments: Namespace) -> Run:
         )
     is_launched_by_others = arguments.launched is None and (num_started > 1 or are_by_torchrun())
     if arguments.restarts is not None and is_launched_by_others:
-        rule = "another launcher started these ranks, and it alone can start them again: use torchrun --max-restarts"
-        raise ValueError(f"--restarts {arguments.restarts}, but {rule}")
+        raise ValueError(
+            f"--restarts {arguments.restarts}, but another launcher started these ranks, and it alone can start them "
+            "again: use torchrun --max-restarts"
+        )
     if are_by_torchrun() and arguments.run_folder is None:
         raise ValueError(
             "torchrun --max-restarts needs --run-folder: in it restarted ranks find their run"
@@ -265,8 +291,10 @@ def begin(
         is_again = any(values_of_all(parallel, os.environ.get(RESTART, "0") != "0"))
         on_first(parallel, partial(count_start, folder, anew=not is_again))
         if is_again and parallel.rank == 0:
-            number = f"{os.environ[RESTART]} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}"
-            say(f"rda train: restart {number} from {run.checkpoint or 'the beginning'}")
+            say(
+                f"rda train: restart {os.environ[RESTART]} of {os.environ['TORCHELASTIC_MAX_RESTARTS']} from "
+                f"{run.checkpoint or 'the beginning'}"
+            )
     return run
 
 
@@ -300,13 +328,13 @@ def shown(run: Run, num_done: int) -> "Iterator[Callable[[Step], None]]":
 def failed(error: Exception, arguments: Namespace, folder: Path | None) -> int:
     """Tell the user and the launcher why this rank ends. Returns the rank's exit code. An unforeseen error is raised
     again."""
-    from ..ranks.failures import ExchangeError
+    from ..ranks.failures import ExchangeError, first_line
 
     rank, num_ranks = started()
     who = (
         "rda train" if num_ranks == 1 else f"rda train: rank {rank} on host {socket.gethostname()}"
     )
-    first_line = next(iter(str(error).splitlines()), type(error).__name__)
+    reason = first_line(error)
     # `onward` tells the user how to resume the run. Under `rda train --ranks` it is empty, because there `launch_ranks`
     # tells the user once for all ranks.
     onward = ""
@@ -318,14 +346,14 @@ def failed(error: Exception, arguments: Namespace, folder: Path | None) -> int:
     if isinstance(error, ExchangeError) or (
         isinstance(error, RuntimeError) and LOST_CONNECTION.search(str(error))
     ):
-        say(f"{who} lost another: {first_line}{onward}")
+        say(f"{who} lost another: {reason}{onward}")
         leave_reason("lost another", is_cause=False)
         return code_after_loss(arguments)
     if is_out_of_memory(error):
         say(f"\n{who}: {NO_MEMORY}{onward}")  # "\n": a progress bar may be on this line
         leave_reason(NO_MEMORY, is_cause=True)
         return FAILED_EXIT_CODE
-    leave_reason(f"{type(error).__name__}: {first_line}", is_cause=True)
+    leave_reason(f"{type(error).__name__}: {reason}", is_cause=True)
     raise error
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...forecast.clock import Hardware, time_text
+from ...ranks.failures import first_line
 from ...training.files import check_mine, in_words, write_whole
 from ...training.rank_launcher import share_of_cores, started
 from ..arguments import within
@@ -39,11 +40,20 @@ Exit codes: 0 ready, 1 not ready, 2 refused.
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    ranks = "processes on this machine (default 1)"
-    add("--ranks", type=within(1, MOST_RANKS), metavar="P", help=ranks)
+    add(
+        "--ranks",
+        type=within(1, MOST_RANKS),
+        metavar="P",
+        help="processes on this machine (default 1)",
+    )
     add("--save", type=Path, metavar="FILE", help="write what rda plan --hardware reads")
-    seconds = "seconds in which all ranks must join (default 60)"
-    add("--timeout", type=within(1, 3600), default=60, metavar="S", help=seconds)
+    add(
+        "--timeout",
+        type=within(1, 3600),
+        default=60,
+        metavar="S",
+        help="seconds in which all ranks must join (default 60)",
+    )
 
 
 def run(arguments: Namespace) -> int:
@@ -73,8 +83,9 @@ def check(arguments: Namespace, num_started: int) -> None:
     if arguments.save is not None:
         check_mine(arguments.save, lambda file: False, THIS_RUN)
         if max(num_started, arguments.ranks or 1) == 1:
-            needs_two = "needs two ranks or more, which measure the network: give --ranks 2"
-            raise ValueError(f"--save {arguments.save} {needs_two}")
+            raise ValueError(
+                f"--save {arguments.save} needs two ranks or more, which measure the network: give --ranks 2"
+            )
 
 
 def examined_here(arguments: Namespace) -> list[dict[str, Any]]:
@@ -88,8 +99,12 @@ def examined_here(arguments: Namespace) -> list[dict[str, Any]]:
 
     num_ranks = arguments.ranks or 1
     has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks
-    seconds = arguments.timeout + MEASURING_SECONDS
-    launch = Launch(num_ranks, share_of_cores(num_ranks), has_gpus=has_gpus, seconds=seconds)
+    launch = Launch(
+        num_ranks,
+        share_of_cores(num_ranks),
+        has_gpus=has_gpus,
+        seconds=arguments.timeout + MEASURING_SECONDS,
+    )
     return run_ranks(launch, examine, launch.seconds)[0]
 
 
@@ -104,7 +119,6 @@ def examined_with(rank: int, num_ranks: int, seconds: float) -> list[dict[str, A
     import torch
     import torch.distributed as dist
 
-    from ...models.weights import first_line
     from ...ranks.cards import card_of
     from ..local_ranks import TRANSPORTS
     from .examination import examine
@@ -112,15 +126,17 @@ def examined_with(rank: int, num_ranks: int, seconds: float) -> list[dict[str, A
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(card_of(None))
-    timeout = timedelta(seconds=seconds)
     try:
         dist.init_process_group(
-            TRANSPORTS[has_gpu], rank=rank, world_size=num_ranks, timeout=timeout
+            TRANSPORTS[has_gpu],
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=seconds),
         )
     except RuntimeError as error:
-        where = f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {seconds:g} s"
         raise RuntimeError(
-            f"some of {num_ranks} ranks did not connect {where}: {first_line(error)}"
+            f"some of {num_ranks} ranks did not connect at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
+            f"within {seconds:g} s: {first_line(error)}"
         ) from error
     everyone = examine(None, MEASURING_SECONDS)
     dist.destroy_process_group()
@@ -134,8 +150,10 @@ def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
     for one in everyone:
         for name, version in one["versions"].items():
             if version != first_versions[name]:
-                both = f"{first_versions[name]} on rank 0, {version} on rank {one['rank']}"
-                problems[name] = f"{name} differs: {both}. Take the same everywhere"
+                problems[name] = (
+                    f"{name} differs: {first_versions[name]} on rank 0, {version} on rank {one['rank']}. "
+                    "Take the same everywhere"
+                )
     return list(problems.values())
 
 
@@ -181,8 +199,8 @@ def report(arguments: Namespace, everyone: list[dict[str, Any]], problems: list[
         print("ready")
     if arguments.save is not None:
         assert hardware is not None
-        content = as_toml(machine_found(everyone, hardware))
-        write_whole(arguments.save, content.encode(), lambda file: False, THIS_RUN)
+        content = as_toml(machine_found(everyone, hardware)).encode()
+        write_whole(arguments.save, content, lambda file: False, THIS_RUN)
 
 
 def text(everyone: list[dict[str, Any]], hardware: Hardware | None) -> str:
@@ -224,6 +242,8 @@ def machine_found(everyone: list[dict[str, Any]], hardware: Hardware) -> Machine
     for one in everyone:
         num_sharing = hosts.count(one["host"]) if one["kernel"] == "cpu" else 1
         memory.append(one["memory_bytes"] // num_sharing)
-    versions = f"torch {first['versions']['torch']}, {time.strftime('%Y-%m-%d')}"
-    source = f"rda doctor on {len(everyone)} ranks, {first['processor']}, {versions}"
+    source = (
+        f"rda doctor on {len(everyone)} ranks, {first['processor']}, torch {first['versions']['torch']}, "
+        f"{time.strftime('%Y-%m-%d')}"
+    )
     return Machine(hardware, first["dtype"], int(min(memory)), source, first["kernel"])

@@ -50,12 +50,11 @@ def examine(worker: Worker | None, seconds: float) -> list[dict[str, Any]]:
 
 def facts(rank: int, device: str) -> dict[str, Any]:
     """Facts about this rank and its host. Collecting them sends no message to other ranks."""
-    processor = hardware()["processor"]
     findings = {
         "rank": rank,
         "host": socket.gethostname(),
         "interfaces": sorted(name for _, name in socket.if_nameindex()),
-        "processor": processor,
+        "processor": hardware()["processor"],
         "kernel": "cpu",
         "dtype": "float32",
         "device": f"CPU, threads: {torch.get_num_threads()}",

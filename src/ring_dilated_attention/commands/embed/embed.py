@@ -5,6 +5,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...ranks.failures import first_line
 from ..arguments import amount, check_installed, positive
 from ..console import progress
 from ..terminal import is_out_of_memory, say
@@ -36,20 +37,48 @@ folder has the others), 2 refused, 130 interrupted and saved.
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    files = "files of tile features, or folders of them"
-    add("slides", nargs="+", type=Path, metavar="SLIDE", help=files)
-    weights = "slide_encoder.pth, or safetensors"
-    add("--weights", type=Path, required=True, metavar="FILE", help=weights)
+    add(
+        "slides",
+        nargs="+",
+        type=Path,
+        metavar="SLIDE",
+        help="files of tile features, or folders of them",
+    )
+    add(
+        "--weights",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="slide_encoder.pth, or safetensors",
+    )
     add("--out", type=Path, required=True, metavar="DIR", help="folder to write, or to go on with")
-    pooled = "the tiles' mean (default) or the class token"
-    add("--embedding", choices=("pooled", "class"), default="pooled", help=pooled)
-    layers = "last (default), encoder (last, with the encoder's LayerNorm), all, or k: the state after k layers"
-    add("--layer", type=layer, default="last", metavar="LAYER", help=layers)
-    sides = "side of a slide, which sets the segment lengths (default 262144; GigaPath's fine-tuning has 250000)"
-    add("--max-wsi-size", type=positive, default=262_144, metavar="PIXELS", help=sides)
-    steps = "step from tile to tile, in the unit of the coordinates (default 256; files that state another are then "
-    steps += "refused). Segment lengths do not change with it"
-    add("--tile-size", type=pixels, metavar="PIXELS", help=steps)
+    add(
+        "--embedding",
+        choices=("pooled", "class"),
+        default="pooled",
+        help="the tiles' mean (default) or the class token",
+    )
+    add(
+        "--layer",
+        type=layer,
+        default="last",
+        metavar="LAYER",
+        help="last (default), encoder (last, with the encoder's LayerNorm), all, or k: the state after k layers",
+    )
+    add(
+        "--max-wsi-size",
+        type=positive,
+        default=262_144,
+        metavar="PIXELS",
+        help="side of a slide, which sets the segment lengths (default 262144; GigaPath's fine-tuning has 250000)",
+    )
+    add(
+        "--tile-size",
+        type=pixels,
+        metavar="PIXELS",
+        help="step from tile to tile, in the unit of the coordinates (default 256; files that state another are then "
+        "refused). Segment lengths do not change with it",
+    )
     add("--device", default="cpu", help="cpu (default), cuda or another of torch's")
 
 
@@ -68,7 +97,6 @@ def pixels(text: str) -> float:
 
 def run(arguments: Namespace) -> int:
     check_installed(["numpy"], "slides")
-    from ...models.weights import first_line  # import this only here, because it imports torch
     from .embedder import embed_slide, load
     from .slides import find_slides
 
@@ -117,8 +145,9 @@ def settings_of(arguments: Namespace, model: "LongNetViT") -> dict[str, Any]:
     config = model.encoder.config
     depth = config.num_layers
     if arguments.layer.isdecimal() and int(arguments.layer) > depth:
-        states = f"{depth} layers, whose states are 0 to {depth}"
-        raise ValueError(f"--layer {arguments.layer}: {arguments.weights} has {states}")
+        raise ValueError(
+            f"--layer {arguments.layer}: {arguments.weights} has {depth} layers, whose states are 0 to {depth}"
+        )
     with arguments.weights.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {

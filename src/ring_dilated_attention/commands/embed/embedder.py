@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ...models.longnet_vit import LongNetViT
-from ...models.weights import first_line, load_slide_encoder
+from ...models.weights import load_slide_encoder
+from ...ranks.failures import first_line
 from .slides import read_slide
 
 

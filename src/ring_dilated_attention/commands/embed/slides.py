@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.weights import first_line, load_tensors
+from ...models.weights import load_tensors
+from ...ranks.failures import first_line
 
 SUFFIXES = (".h5", ".hdf5", ".npz", ".pt", ".pth")
 # The names that the array of features, or of coordinates, may have in a file. If a file has several of the names, the
@@ -56,9 +57,9 @@ def _arrays_of(
     coords = _array(arrays, "coordinates", COORDS)
     stated = attributes.get(TILE_SIZE, getattr(coords, "attrs", {}).get(TILE_SIZE, 256))
     if tile_size is None and stated != 256:
-        size = f"{TILE_SIZE}={stated}, the step from tile to tile"
         raise ValueError(
-            f"states {size}: pass --tile-size {stated}, or --tile-size 256 to take 256 as GigaPath does"
+            f"states {TILE_SIZE}={stated}, the step from tile to tile: pass --tile-size {stated}, or --tile-size 256 "
+            "to take 256 as GigaPath does"
         )
     return _tensor(features), _tensor(coords)
 

@@ -1,6 +1,7 @@
 """Makes the models whose memory `rda plan model` counts: LongNetLM, LongNetEncoder, and models of transformers."""
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from ..arguments import check_installed
 
 def longnet_decoder(config: LongNetConfig) -> Decoder:
     def make(num_layers: int, is_checkpointed: bool) -> DecoderWithLoss:
-        fields = {**vars(config), "num_layers": num_layers}
         with torch.device("meta"):
-            model = LongNetLM(LongNetConfig(**fields), activation_checkpointing=is_checkpointed)
+            model = LongNetLM(
+                replace(config, num_layers=num_layers), activation_checkpointing=is_checkpointed
+            )
         head = model.head
         model.head = nn.Identity()  # type: ignore[assignment]
         return DecoderWithLoss(model, head, config.vocab_size)

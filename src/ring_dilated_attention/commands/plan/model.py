@@ -39,8 +39,13 @@ SIZES = ("layers", "embed_dim", "ffn_dim", "vocab", "heads", "kv_heads")
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    gpus = "rank all meshes of so many (default 1)"
-    add("--gpus", type=within(1, MOST_GPUS), default=1, metavar="P", help=gpus)
+    add(
+        "--gpus",
+        type=within(1, MOST_GPUS),
+        default=1,
+        metavar="P",
+        help="rank all meshes of so many (default 1)",
+    )
     size = within(1, MOST_ENTRIES)
     heads = within(1, MOST_HEADS)
     add("--layers", type=size, metavar="L", help="transformer blocks")
@@ -50,10 +55,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--heads", type=heads, metavar="H", help="query heads (default 12)")
     add("--kv-heads", type=heads, metavar="G", help="key/value heads (default as many)")
     add("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, with all sizes")
-    encoder = "an encoder (LongNetEncoder): a query sees later keys too"
-    add("--not-causal", dest="is_causal", action="store_false", help=encoder)
-    ways = "keep the activations, or compute them again (default: what is faster and fits)"
-    add("--activations", choices=ACTIVATIONS, help=ways)
+    add(
+        "--not-causal",
+        dest="is_causal",
+        action="store_false",
+        help="an encoder (LongNetEncoder): a query sees later keys too",
+    )
+    add(
+        "--activations",
+        choices=ACTIVATIONS,
+        help="keep the activations, or compute them again (default: what is faster and fits)",
+    )
     add_shared(parser)
 
 
@@ -67,16 +79,26 @@ def run(arguments: Namespace) -> int:
         raise ValueError("the memory of a GPU is not known: give --memory, such as 80G")
     pattern = pattern_of(arguments, is_causal=arguments.is_causal)
     decoder = decoder_of(arguments, pattern)
-    itemsize = ITEMSIZE[machine.dtype]
-    sizes = arguments.seq_len, arguments.batch, itemsize
-    training = Training(decoder, pattern, *sizes, machine.kernel)
+    training = Training(
+        decoder,
+        pattern,
+        arguments.seq_len,
+        arguments.batch,
+        ITEMSIZE[machine.dtype],
+        machine.kernel,
+    )
     if arguments.activations is not None:
         training = training._replace(activations=(arguments.activations,))
     with progress(None, "plan") as bar:
         plans = ranked_meshes(training, arguments.gpus, machine.hardware, memory_bytes, bar.update)
     if arguments.json:
-        named = {"counted_as": decoder.name, "num_parameters": decoder.num_parameters}
-        named |= {"kernel": machine.kernel, "assumed": assumed(machine), "meshes": as_plain(plans)}
+        named = {
+            "counted_as": decoder.name,
+            "num_parameters": decoder.num_parameters,
+            "kernel": machine.kernel,
+            "assumed": assumed(machine),
+            "meshes": as_plain(plans),
+        }
         print(json.dumps(named, indent=1))
         return 0
     branches = "; ".join(map(str, pattern.branches))
@@ -89,36 +111,36 @@ def run(arguments: Namespace) -> int:
 
 
 def decoder_of(arguments: Namespace, pattern: DilatedPattern) -> Decoder:
-    sizes = [flag(name) for name in SIZES if getattr(arguments, name) is not None]
+    given = [flag(name) for name in SIZES if getattr(arguments, name) is not None]
     if arguments.config is not None:
         if not arguments.is_causal:
-            sizes.append("--not-causal")
-        if sizes:
-            raise ValueError(f"--config gives these already: leave out {', '.join(sizes)}")
+            given.append("--not-causal")
+        if given:
+            raise ValueError(f"--config gives these already: leave out {', '.join(given)}")
         return transformers_decoder(arguments.config, pattern)
     if arguments.layers is None or arguments.embed_dim is None:
         raise ValueError("a model needs --layers and --embed-dim, or --config")
-    num_heads = arguments.heads or 12
     vocab_size = arguments.vocab or 256
+    sizes = dict(
+        num_layers=arguments.layers,
+        embed_dim=arguments.embed_dim,
+        num_heads=arguments.heads or 12,
+    )
     if not arguments.is_causal:
         if arguments.kv_heads is not None:
             raise ValueError("--not-causal makes a LongNetEncoder, which has no --kv-heads")
         return encoder_decoder(
             pattern,
             vocab_size,
-            num_layers=arguments.layers,
-            embed_dim=arguments.embed_dim,
-            num_heads=num_heads,
+            **sizes,
             ffn_dim=arguments.ffn_dim or 4 * arguments.embed_dim,
         )
     rules = pattern.as_dict()
     del rules["is_causal"]
     config = LongNetConfig(
         **rules,
+        **sizes,
         vocab_size=vocab_size,
-        num_layers=arguments.layers,
-        embed_dim=arguments.embed_dim,
-        num_heads=num_heads,
         num_kv_heads=arguments.kv_heads,
         ffn_dim=arguments.ffn_dim,
     )
@@ -129,28 +151,24 @@ def answer(memory_bytes: int, best: MeshPlan) -> str:
     """The sentence that is printed first: which mesh to take, or that none fits."""
     mesh, memory = best.mesh, size_text(best.memory.total)
     if not best.fits:
-        gpus = f"{mesh.num_ranks} x {size_text(memory_bytes)}"
-        return f"It does not fit on {gpus}: the least, mesh {mesh}, holds {memory} on a GPU. Take more."
+        return (
+            f"It does not fit on {mesh.num_ranks} x {size_text(memory_bytes)}: the least, mesh {mesh}, holds {memory} "
+            "on a GPU. Take more."
+        )
     if mesh.num_ranks == 1:
         return f"One GPU is enough: it holds {memory} of {size_text(memory_bytes)}."
     if mesh.sequence == 1:
-        whole = f"each of {mesh.num_ranks} GPUs trains on sequences of its own (mesh {mesh})"
-        return f"No sharing of sequences is needed: {whole}, and holds {memory}."
-    shared = f"{mesh.sequence} GPUs share each sequence"
-    return f"Take the mesh {mesh}: {shared}, by {best.exchange} with {best.sharding} shards; a GPU holds {memory}."
+        return (
+            f"No sharing of sequences is needed: each of {mesh.num_ranks} GPUs trains on sequences of its own "
+            f"(mesh {mesh}), and holds {memory}."
+        )
+    return (
+        f"Take the mesh {mesh}: {mesh.sequence} GPUs share each sequence, by {best.exchange} with {best.sharding} "
+        f"shards; a GPU holds {memory}."
+    )
 
 
 def table_of_meshes(plans: list[MeshPlan]) -> str:
-    headers = (
-        "mesh",
-        "exchange",
-        "shards",
-        "activations",
-        "states",
-        "a GPU\nholds",
-        "a step",
-        "tokens/s",
-    )
     rows = []
     for plan in plans:
         exchange, sharding = str(plan.exchange), plan.sharding
@@ -161,9 +179,32 @@ def table_of_meshes(plans: list[MeshPlan]) -> str:
         if plan.fits:
             seconds, speed = time_text(plan.seconds), scaled(plan.tokens_per_second, "")
         memory = size_text(plan.memory.total)
-        ways = exchange, sharding, plan.activations, states
-        rows.append((str(plan.mesh), *ways, memory, seconds, speed))
-    return table(headers, rows, num_left=5)
+        rows.append(
+            (
+                str(plan.mesh),
+                exchange,
+                sharding,
+                plan.activations,
+                states,
+                memory,
+                seconds,
+                speed,
+            )
+        )
+    return table(
+        (
+            "mesh",
+            "exchange",
+            "shards",
+            "activations",
+            "states",
+            "a GPU\nholds",
+            "a step",
+            "tokens/s",
+        ),
+        rows,
+        num_left=5,
+    )
 
 
 def table_of_best(best: MeshPlan) -> str:

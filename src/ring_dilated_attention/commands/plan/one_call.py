@@ -53,19 +53,37 @@ modelled. docs/planning.md says what is counted.
 def add_arguments(parser: ArgumentParser) -> None:
     add_shared(parser)
     add = parser.add_argument
-    ranks = "ranks that share a sequence (default 1)"
-    add("--ranks", type=within(1, MOST_RANKS), default=1, metavar="P", help=ranks)
+    add(
+        "--ranks",
+        type=within(1, MOST_RANKS),
+        default=1,
+        metavar="P",
+        help="ranks that share a sequence (default 1)",
+    )
     add("--causal", action="store_true", help="a query sees no later key")
     heads = within(1, MOST_HEADS)
     add("--heads", type=heads, default=12, metavar="H", help="query heads (default 12)")
     add("--kv-heads", type=heads, metavar="G", help="key/value heads (default as many)")
     add("--head-dim", type=positive, default=64, metavar="D", help="default 64")
-    exchange_help = "how chunks travel (default auto: as a call chooses)"
-    add("--exchange", choices=("auto", *EXCHANGES), default="auto", help=exchange_help)
-    owns = "who owns what (default contiguous)"
-    add("--sharding", choices=SHARDINGS, default="contiguous", help=owns)
-    documents_help = "lengths of packed documents, which add up to --seq-len"
-    add("--documents", type=positive, nargs="+", metavar="N", help=documents_help)
+    add(
+        "--exchange",
+        choices=("auto", *EXCHANGES),
+        default="auto",
+        help="how chunks travel (default auto: as a call chooses)",
+    )
+    add(
+        "--sharding",
+        choices=SHARDINGS,
+        default="contiguous",
+        help="who owns what (default contiguous)",
+    )
+    add(
+        "--documents",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="lengths of packed documents, which add up to --seq-len",
+    )
     add("--picture", type=Path, metavar="NAME.png", help="draw the pattern")
 
 
@@ -81,12 +99,14 @@ def run(arguments: Namespace) -> int:
     if machine is not None:
         kernel, dtype, hardware = machine.kernel, machine.dtype, machine.hardware
     sizes = Sizes(arguments.batch, arguments.head_dim, ITEMSIZE[dtype])
-    heads = arguments.heads, num_kv_heads
-    call = PlannedCall(pattern, arguments.seq_len, arguments.ranks, *heads, sizes)
+    call = PlannedCall(
+        pattern, arguments.seq_len, arguments.ranks, arguments.heads, num_kv_heads, sizes
+    )
     job = call.job(arguments.sharding, documents=documents)
     rows: list[Alternative] = []
     with progress(None, "step") as bar:
-        exchange, choice = exchange_of(job, sizes, arguments.exchange)
+        choice = choice_of(job, sizes, arguments.exchange)
+        exchange = Exchange(choice.exchange)
         figures = forecast(job, exchange, sizes, kernel=kernel, hardware=hardware)
         bar.update()
         if 1 < job.num_ranks <= MOST_COMPARED:
@@ -95,8 +115,13 @@ def run(arguments: Namespace) -> int:
     if arguments.picture is not None:
         draw(arguments.picture, pattern, arguments.seq_len, arguments.heads)
     if arguments.json:
-        named = {"kernel": kernel, "exchange": choice, **as_plain(figures)}
-        named |= {"alternatives": as_plain(rows), "better": advice}
+        named = {
+            "kernel": kernel,
+            "exchange": choice,
+            **as_plain(figures),
+            "alternatives": as_plain(rows),
+            "better": advice,
+        }
         if hardware is not None:
             named["hardware"] = known(hardware)
         print(json.dumps(named, indent=1))
@@ -133,33 +158,34 @@ def documents_of(arguments: Namespace) -> tuple[int, ...] | None:
     return tuple(accumulate(lengths, initial=0))
 
 
-def exchange_of(job: Job, sizes: Sizes, asked_for: str) -> tuple[Exchange, Choice]:
-    """The exchange that the user asked for, or else the one that a call would choose. `Choice` states the reason."""
+def choice_of(job: Job, sizes: Sizes, asked_for: str) -> Choice:
+    """The exchange that the user asked for, or else the one that a call would choose, and the reason."""
     if job.num_ranks == 1:
-        return Exchange(), Choice("none", "one rank: nothing to send")
-    choice = Choice(asked_for, "asked for")
+        return Choice("none", "one rank: nothing to send")
     if asked_for == "auto":
-        choice = choose_exchange(job, sizes)
-    return Exchange(choice.exchange), choice
+        return choose_exchange(job, sizes)
+    return Choice(asked_for, "asked for")
 
 
 def table_of_ranks(figures: Figures) -> str:
-    headers = (
-        "rank",
-        "positions",
-        "work",
-        "sent,\nforward",
-        "in all",
-        "held,\nforward",
-        "in all",
-    )
     rows = []
     for rank in figures.ranks:
         assert rank.weight is not None
         sizes = (rank.forward_sent, rank.sent, rank.weight.forward, rank.weight.peak)
         cells = [f"{rank.rank:,}", f"{rank.num_rows:,}", scaled(rank.flops, "FLOP")]
         rows.append((*cells, *map(size_text, sizes)))
-    text = table(headers, rows)
+    text = table(
+        (
+            "rank",
+            "positions",
+            "work",
+            "sent,\nforward",
+            "in all",
+            "held,\nforward",
+            "in all",
+        ),
+        rows,
+    )
     if len(rows) == figures.num_ranks:
         return text
     return f"{text}\n({figures.num_ranks:,} ranks; shown are those that stand out)"
@@ -170,11 +196,10 @@ def lines_of(
 ) -> list[str]:
     """Lines of text about three things: the totals over all ranks, what each branch sends, and the time."""
     about = "about " if len(figures.ranks) < figures.num_ranks else ""
-    peak = f"{about}{size_text(figures.peak_bytes)}"
     lines = [
         f"work of all ranks: {scaled(figures.flops, 'FLOP')}; "
         f"balance: {figures.balance:.1%} (mean work over the largest)",
-        f"a rank holds at most {peak}",
+        f"a rank holds at most {about}{size_text(figures.peak_bytes)}",
     ]
     if figures.num_ranks > 1:
         lines.append(f"exchange: {choice.exchange}: {choice.reason}")
@@ -209,5 +234,6 @@ def table_of_alternatives(rows: list[Alternative]) -> str:
         sent = size_text(row.figures.most_sent)
         balance = f"{row.figures.balance:.1%}"
         lines.append((str(row.exchange), row.sharding, balance, sent, step, waits))
-    headers = ("exchange", "sharding", "balance", "sent\nby a rank", "step", "waits")
-    return table(headers, lines, num_left=2)
+    return table(
+        ("exchange", "sharding", "balance", "sent\nby a rank", "step", "waits"), lines, num_left=2
+    )

@@ -24,18 +24,15 @@ def draw(path: Path, pattern: DilatedPattern, seq_len: int, num_heads: int) -> N
     Raises ValueError if the sequence is too long, matplotlib is missing, or the file exists already.
     """
     if seq_len > MOST_POSITIONS:
-        most = f"--picture shows at most {MOST_POSITIONS} positions, and --seq-len is {seq_len:,}"
-        raise ValueError(f"{most}: draw a shorter pattern of the same shape")
+        raise ValueError(
+            f"--picture shows at most {MOST_POSITIONS} positions, and --seq-len is {seq_len:,}: draw a shorter pattern "
+            "of the same shape"
+        )
     check_installed(["matplotlib"], "train", "--picture ")
-    content = png(draw_pattern(pattern, seq_len, num_heads))
-    write_whole(path, content, lambda file: False, "this run of rda plan --picture")
-    print(path, file=sys.stderr)
-
-
-def png(figure: "Figure") -> bytes:
     content = BytesIO()
-    figure.savefig(content, dpi=160, format="png")
-    return content.getvalue()
+    draw_pattern(pattern, seq_len, num_heads).savefig(content, dpi=160, format="png")
+    write_whole(path, content.getvalue(), lambda file: False, "this run of rda plan --picture")
+    print(path, file=sys.stderr)
 
 
 def pairs_by_branch(pattern: DilatedPattern, seq_len: int, num_heads: int, head: int) -> Any:
