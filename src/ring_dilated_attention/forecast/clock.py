@@ -61,12 +61,6 @@ class Hardware(NamedTuple):
             return inside, self.host_latency_seconds
         return self.bytes_per_second, self.latency_seconds
 
-    def compute_seconds(self, flops: float, *, backward: bool) -> float:
-        rate = self.flops_per_second
-        if backward and self.backward_flops_per_second is not None:
-            rate = self.backward_flops_per_second
-        return flops / rate + self.call_seconds
-
     def handshake(self, num_ranks: int) -> float:
         """The seconds that a handshake of ranks 0 to `num_ranks` - 1 takes."""
         _, latency = self.network(0, num_ranks - 1)
@@ -170,7 +164,11 @@ class _Rank:
     def compute(self, step: Compute) -> None:
         entries = self.sizes.batch if step.entry is None else 1
         flops = _PRODUCTS[step.what] * 2 * self.sizes.head_dim * entries * step.tile.pairs
-        seconds = self.network.hardware.compute_seconds(flops, backward=step.what != "partial")
+        hardware = self.network.hardware
+        rate = hardware.flops_per_second
+        if step.what == "gradients" and hardware.backward_flops_per_second is not None:
+            rate = hardware.backward_flops_per_second
+        seconds = flops / rate + hardware.call_seconds
         self.now += seconds
         self.computing += seconds
 
@@ -192,7 +190,8 @@ class _Rank:
 
         sends = [side(x.message) for x in step.sends]
         receives = [side(x.message) for x in step.receives]
-        return self.network.post(self.number, sends, receives)
+        self.network.post(self.number, sends, receives)
+        return sends, receives
 
     def deal(self, step: Deal) -> list["Side"]:
         assert self.dealing is not None
@@ -211,8 +210,8 @@ class _Rank:
                 sends.append(Side(first + other, leaving * row, self.now))
             if coming:
                 receives.append(Side(first + other, coming * row, self.now))
-        sent, received = self.network.post(self.number, sends, receives)
-        return [*sent, *received]
+        self.network.post(self.number, sends, receives)
+        return sends + receives
 
     def wait(self, sides: Sequence["Side"]) -> Iterator[None]:
         for side in sides:
@@ -263,9 +262,7 @@ class Network:
         self.in_free = [0.0] * num_ranks
         self.num_carried = 0
 
-    def post(
-        self, rank: int, sends: list[Side], receives: list[Side]
-    ) -> tuple[list[Side], list[Side]]:
+    def post(self, rank: int, sends: list[Side], receives: list[Side]) -> None:
         self.leaving[rank].extend(sends)
         self.coming[rank].extend(receives)
         senders = [rank, *(side.peer for side in receives)]
@@ -277,7 +274,6 @@ class Network:
                     break
                 self._carry(sender, receiver)
                 senders += [side.peer for side in list(self.coming[receiver])[:1]]
-        return sends, receives
 
     def _carry(self, sender: int, receiver: int) -> None:
         """Compute when a message arrives, and remove it from both queues. The message must be first in the queue of
@@ -294,8 +290,7 @@ class Network:
 
 
 def time_text(seconds: float) -> str:
-    units = ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"))
-    for size, unit in units:
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms")):
         if seconds >= size:
             return f"{seconds / size:,.1f} {unit}"
     return f"{seconds * 1e6:.1f} µs"

@@ -80,5 +80,7 @@ def better(figures: Figures, rows: list[Alternative]) -> str:
     best = rows[0]
     if best.figures.seconds > WORTH_IT * figures.seconds:
         return ""
-    times = f"{time_text(best.figures.seconds)} instead of {time_text(figures.seconds)}"
-    return f"Exchange {best.exchange} with {best.sharding} shards would be faster: {times} a step."
+    return (
+        f"Exchange {best.exchange} with {best.sharding} shards would be faster: {time_text(best.figures.seconds)} "
+        f"instead of {time_text(figures.seconds)} a step."
+    )

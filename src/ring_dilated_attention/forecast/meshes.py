@@ -109,8 +109,7 @@ def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: 
     rows = -(-training.seq_len // mesh.sequence)
     product_flops = 2 * training.batch * rows * decoder.matrix_entries
     tokens = training.batch * mesh.data * training.seq_len
-    dtype = DTYPES[training.itemsize]
-    held = weigh_activations(decoder, training.batch, rows, dtype, weight)
+    held = weigh_activations(decoder, training.batch, rows, DTYPES[training.itemsize], weight)
     plans = []
     for activations, is_cut in product(training.activations, (False, True)):
         if is_cut and mesh.num_ranks == 1:
@@ -151,15 +150,15 @@ def _attention(
     a rank.
     """
     decoder = training.decoder
-    heads = decoder.num_heads, decoder.num_kv_heads
-    sizes = Sizes(training.batch, decoder.head_dim, training.itemsize)
-    call = PlannedCall(training.pattern, training.seq_len, mesh.sequence, *heads, sizes)
-    exchange = Exchange()
-    sharding = "contiguous"
-    if mesh.sequence > 1:
-        best = alternatives(call, hardware)[0]
-        exchange = best.exchange
-        sharding = best.sharding
+    call = PlannedCall(
+        training.pattern,
+        training.seq_len,
+        mesh.sequence,
+        decoder.num_heads,
+        decoder.num_kv_heads,
+        Sizes(training.batch, decoder.head_dim, training.itemsize),
+    )
+    exchange, sharding, _ = alternatives(call, hardware)[0]
     job = call.job(sharding, exchange.inner)
     figures = forecast(job, exchange, call.sizes, kernel=training.kernel, hardware=hardware)
     weights = [rank.weight for rank in figures.ranks if rank.weight is not None]

@@ -8,7 +8,6 @@ second.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -142,6 +141,7 @@ class HeldByModel(Held):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+@without_collection()
 def weigh_activations(
     decoder: Decoder, batch: int, num_positions: int, dtype: torch.dtype, attention: AttentionWeight
 ) -> dict[str, int]:
@@ -150,35 +150,24 @@ def weigh_activations(
     Parameters, gradients and optimiser state are not included. num_positions: how many positions of each sequence the
     rank holds. attention: the bytes that one attention call holds on the rank.
     """
-    peak = partial(_peak, decoder, batch, num_positions, dtype, attention)
+
+    def peak(num_layers: int, is_checkpointed: bool) -> int:
+        module = decoder.make(num_layers, is_checkpointed)
+        module.to(dtype)
+        for parameter in module.parameters():
+            # Make the gradients before the backward, so that they are not counted as activations: `model_memory` counts
+            # gradients as states.
+            parameter.grad = torch.empty_like(parameter)
+        tokens = torch.empty(batch, num_positions, dtype=torch.int64, device="meta")
+        with torch.device("meta"), HeldByModel([tokens], attention) as held:
+            module(tokens).backward()
+        return held.peak_bytes
+
     num_bytes = {}
     for name, is_checkpointed in (("kept", False), ("checkpointed", True)):
-        one, two = (peak(layers, is_checkpointed=is_checkpointed) for layers in (1, 2))
+        one, two = peak(1, is_checkpointed), peak(2, is_checkpointed)
         num_bytes[name] = one + (decoder.num_layers - 1) * (two - one)
     return num_bytes
-
-
-@without_collection()
-def _peak(
-    decoder: Decoder,
-    batch: int,
-    num_positions: int,
-    dtype: torch.dtype,
-    attention: AttentionWeight,
-    num_layers: int,
-    *,
-    is_checkpointed: bool,
-) -> int:
-    module = decoder.make(num_layers, is_checkpointed)
-    module.to(dtype)
-    for parameter in module.parameters():
-        # Make the gradients before the backward, so that they are not counted as activations: `model_memory` counts
-        # gradients as states.
-        parameter.grad = torch.empty_like(parameter)
-    tokens = torch.empty(batch, num_positions, dtype=torch.int64, device="meta")
-    with torch.device("meta"), HeldByModel([tokens], attention) as held:
-        module(tokens).backward()
-    return held.peak_bytes
 
 
 class ModelMemory(NamedTuple):

@@ -73,9 +73,7 @@ class _Sets:
         if a in (NONE, ALL):
             return a * 2**height
         first, second = self.halves[a]
-        in_first = self.count(first, height - 1)
-        in_second = self.count(second, height - 1)
-        return in_first + in_second
+        return self.count(first, height - 1) + self.count(second, height - 1)
 
     def _moved(self, a: int, neighbour: int, height: int, move: "_Move") -> int:
         """Move two adjacent sets, `a` and `neighbour`. Returns the positions that then lie where `a` was.

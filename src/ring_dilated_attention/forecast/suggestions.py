@@ -44,8 +44,12 @@ def suggestions(
         for first in reversed(lengths):
             pattern = _pattern(ratio, first, seq_len, num_heads, is_causal=is_causal)
             if window:
-                lengths_and_rates = pattern.segment_lengths[1:], pattern.dilation_rates[1:]
-                pattern = DilatedPattern(*lengths_and_rates, window=first, is_causal=is_causal)
+                pattern = DilatedPattern(
+                    pattern.segment_lengths[1:],
+                    pattern.dilation_rates[1:],
+                    window=first,
+                    is_causal=is_causal,
+                )
             if pairs(pattern, seq_len, num_heads) <= most_pairs:
                 rule_of.setdefault(pattern, rule)
                 break
