@@ -59,9 +59,9 @@ def store_of_launcher(rank: int, num_ranks: int) -> dist.Store:
     """
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_torchruns and are_by_torchrun() and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        remedy = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"
         raise ValueError(
-            f"after a restart, ranks would read the addresses of ranks that have ended: {remedy}"
+            "after a restart, ranks would read the addresses of ranks that have ended: export "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"
         )
     store: dist.Store = next(dist.rendezvous("env://", rank, num_ranks, timeout=JOIN_TIME))[0]
     return dist.PrefixStore(f"start-{os.environ[RESTART]}", store) if is_torchruns else store
@@ -113,8 +113,9 @@ def check_alike(parallel: ContextParallel, fields: Mapping[str, str]) -> None:
             if value != fields_of_first[name]:
                 differences.append(f"{name} ({first}: {fields_of_first[name]}, {rank}: {value})")
         if differences:
-            words = "; ".join(differences)
-            refuse(f"the ranks would not train the same run: they differ in {words}")
+            refuse(
+                f"the ranks would not train the same run: they differ in {'; '.join(differences)}"
+            )
 
 
 def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:

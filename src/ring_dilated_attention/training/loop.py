@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -21,10 +21,10 @@ from .agreement import together, values_of_all
 from .checkpoint import load_checkpoint, save_checkpoint
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
 from .metrics import Metrics, Step
-from .options import Hyperparameters, Phase
+from .options import Hyperparameters
 from .run import Run, initial_state, offering_older
 from .run_report import make_record
-from .scoring import gzip_bits_per_byte, held_out_bits_per_byte
+from .scoring import gzip_bits_per_byte, held_out_bits_per_byte, tokens_of
 from .stop_request import StopRequest
 
 NATS_PER_BIT = math.log(2)
@@ -142,7 +142,9 @@ def take_step(
             group["lr"] = group["peak"] * share_of_peak(options, step)
     windows = run.document.train_windows(options.seed, step, phase.length, phase.batch_size)
     sharing: AbstractContextManager[None] = nullcontext()
-    if has_whole_windows(options, phase, parallel):
+    # Split windows of --seq-len over all ranks. Leave shorter ones whole if each rank can get equally many,
+    # because in a short window messages between ranks take longer than attention.
+    if phase.length < options.seq_len and phase.batch_size % parallel.world_size == 0:
         num_local = len(windows) // parallel.world_size
         windows = windows[parallel.rank * num_local :][:num_local]
         tokens, sharing = tokens_of(windows), not_shared(loss_of)
@@ -160,15 +162,6 @@ def take_step(
         optimizer.step()
         optimizer.zero_grad()
     return nats
-
-
-def has_whole_windows(options: Hyperparameters, phase: Phase, parallel: ContextParallel) -> bool:
-    """Whether each rank reads whole windows of its own. Otherwise each window is split over all ranks.
-
-    Windows of --seq-len are always split. Shorter windows stay whole if each rank can get the same number of them,
-    because in a short window messages between ranks take longer than attention.
-    """
-    return phase.length < options.seq_len and phase.batch_size % parallel.world_size == 0
 
 
 @contextmanager
@@ -258,11 +251,6 @@ def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.M
     wrapped(tokens.long(), borders).backward()
     wrapped.zero_grad()
     return wrapped
-
-
-def tokens_of(windows: bytearray) -> Tensor:
-    """The bytes of windows as tokens (1, N) of dtype uint8. The tensor shares the memory of `windows`."""
-    return torch.frombuffer(windows, dtype=torch.uint8)[None]
 
 
 def check_finite(is_finite: bool, what: str, step: int) -> None:

@@ -117,15 +117,16 @@ class Hyperparameters:
                 if isinstance(entry, str) or entry is None:
                     continue
                 if not least <= entry <= most:
-                    span = f"from {least:,} to {most:,}"
-                    raise ValueError(f"{flag(item.name)} {in_short(entry)} must be {span}")
+                    raise ValueError(
+                        f"{flag(item.name)} {in_short(entry)} must be from {least:,} to {most:,}"
+                    )
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"--dtype {in_short(self.dtype)!r} must be float32 or bfloat16")
         for phase in self.schedule[:-1]:
             if phase.length >= self.seq_len:
-                what = f"--phases {phase.length}:... is not shorter than --seq-len {self.seq_len}"
                 raise ValueError(
-                    f"{what}: leave it out, or raise --steps for more steps of that length"
+                    f"--phases {phase.length}:... is not shorter than --seq-len {self.seq_len}: leave it out, or raise "
+                    "--steps for more steps of that length"
                 )
         self.model_config()  # raises ValueError for bad widths and branches
 
@@ -239,9 +240,8 @@ def resolve(
         for item in fields(Hyperparameters)
         if item.name in arguments
     }
-    files = options.get("data", ())
-    if files:
-        options["data"] = [str(Path(file).resolve()) for file in files]
+    if "data" in options:
+        options["data"] = [str(Path(file).resolve()) for file in options["data"]]
     if options.get("phases") == ["none"]:
         options["phases"] = ()
     if before is None:
@@ -261,9 +261,9 @@ def resolve(
         if new != old:
             differing.append(f"{flag(name)} {_shown(new)} was {_shown(old)}")
     if differing:
-        remedy = "Leave these options out, or choose another --run-folder"
         raise ValueError(
-            f"a run that goes on keeps its hyperparameters, but {'; '.join(differing)}. {remedy}"
+            f"a run that goes on keeps its hyperparameters, but {'; '.join(differing)}. Leave these options out, or "
+            "choose another --run-folder"
         )
     return before
 

@@ -49,15 +49,12 @@ def started() -> Place:
 
     Slurm's variables are read only in a job step. In a batch script they describe the whole job.
     """
-    rank, size = "RANK", "WORLD_SIZE"
-    is_under_torchrun = rank in os.environ and size in os.environ
-    if not is_under_torchrun and "SLURM_STEP_ID" in os.environ:
-        rank = "SLURM_PROCID"
-        size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS"
-    if rank in os.environ and size in os.environ:
-        num_ranks = int(os.environ[size])
-        if num_ranks > 1:
-            return Place(int(os.environ[rank]), num_ranks)
+    names = [("RANK", "WORLD_SIZE")]
+    if "SLURM_STEP_ID" in os.environ:
+        names += [("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("SLURM_PROCID", "SLURM_NTASKS")]
+    for rank, size in names:
+        if rank in os.environ and size in os.environ:
+            return Place(int(os.environ[rank]), int(os.environ[size]))
     return Place(0, 1)
 
 

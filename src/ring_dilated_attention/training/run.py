@@ -134,8 +134,9 @@ def offering_older(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        remedy = f"move {checkpoint} away to go on from the checkpoint before it, if there is one"
-        raise ValueError(f"{error}; {remedy}") from error
+        raise ValueError(
+            f"{error}; move {checkpoint} away to go on from the checkpoint before it, if there is one"
+        ) from error
 
 
 def _check_same_document(document: Document, saved: dict[str, Any]) -> None:

@@ -33,8 +33,10 @@ def own_folder(folder: Path, seconds: float = 0) -> Iterator[Path]:
         try:
             lock.acquire(timeout=seconds, poll_interval=0.2)
         except Timeout:
-            remedy = f"let it end, or choose another --run-folder (fuser {path} names its process)"
-            raise ValueError(f"{folder} is in use by another run: {remedy}") from None
+            raise ValueError(
+                f"{folder} is in use by another run: let it end, or choose another --run-folder (fuser {path} names "
+                "its process)"
+            ) from None
         try:
             yield folder
         finally:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..models.longnet import LongNetLM
 from ..ranks.context import ContextParallel
@@ -24,6 +25,11 @@ class Score(NamedTuple):
     num_read: int  # how many bytes the model read
     num_predicted: int  # how many bytes the model predicted: all but the first byte of each context
     bits: float
+
+
+def tokens_of(text: bytearray) -> Tensor:
+    """The bytes of a text as tokens (1, N) of dtype uint8. The tensor shares the memory of `text`."""
+    return torch.frombuffer(text, dtype=torch.uint8)[None]
 
 
 @torch.no_grad()
@@ -41,11 +47,11 @@ def score(model: LongNetLM, text: bytes, context: int) -> Iterator[Score]:
         last_1E = torch.empty(1, 0)  # the hidden state of the last byte before the chunk
         for first in range(start, stop, CHUNK):
             chunk = text[first : min(first + CHUNK, stop)]
-            tokens_N = torch.frombuffer(bytearray(chunk), dtype=torch.uint8).long()
-            hidden_NE = model.append(tokens_N[None], caches)[0]
-            before_NE, labels_N = hidden_NE[:-1], tokens_N[1:]
+            tokens_1N = tokens_of(bytearray(chunk)).long()
+            hidden_NE = model.append(tokens_1N, caches)[0]
+            before_NE, labels_N = hidden_NE[:-1], tokens_1N[0, 1:]
             if first > start:  # the byte before the chunk predicts the chunk's first byte
-                before_NE, labels_N = torch.cat([last_1E, before_NE]), tokens_N
+                before_NE, labels_N = torch.cat([last_1E, before_NE]), tokens_1N[0]
             nats_N = F.cross_entropy(model.head(before_NE).float(), labels_N, reduction="none")
             yield Score(len(chunk), len(labels_N), nats_N.double().sum().item() / math.log(2))
             last_1E = hidden_NE[-1:]
@@ -64,8 +70,7 @@ def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
     nats = 0.0
     for start in range(document.num_train - 1, len(content) - 1, size):
         row = content[start : start + size + 1]
-        tokens_1N = torch.frombuffer(bytearray(row), dtype=torch.uint8)[None]
-        mean = model.loss(parallel.shard(tokens_1N.long()))
+        mean = model.loss(parallel.shard(tokens_of(bytearray(row)).long()))
         nats += mean.item() * (len(row) - 1)
     return nats / document.num_held_out / math.log(2)
 
