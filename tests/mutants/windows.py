@@ -67,8 +67,8 @@ MUTANTS = (
     Mutant(
         "queries before the keys are cut by the reach ahead",
         MAKER,
-        "yield other, -self.reach",
-        "yield other, self.reach",
+        "[(other, -self.reach) for",
+        "[(other, self.reach) for",
         PLAN,
     ),
     Mutant(

@@ -100,7 +100,8 @@ class Phases:
         for meeting in meetings(branch, length, is_causal=is_causal):
             size = len(meeting.queries)
             if branch.is_window:
-                total += self.num * meeting.pairs
+                pairs = pairs_under(meeting.mask, size, len(meeting.keys))
+                total += self.num * meeting.number * pairs
             elif is_causal:
                 total += meeting.number * self.triangles(size)
             else:

@@ -138,10 +138,10 @@ def choose_exchange(job: Job, sizes: Sizes) -> Choice:
         and largest <= SMALL_CHUNK_BYTES
         and received <= max(two_chunks, 2 * num_kv_held * unit * max(lengths))
     ):
-        small = f"chunks of {largest:,} bytes are small, and a rank receives {received:,}, no more than two chunks"
         return Choice(
             "all_gather",
-            f"{small} or its own keys and values: one round instead of {hops} hops; {ring}",
+            f"chunks of {largest:,} bytes are small, and a rank receives {received:,}, no more than two chunks or its "
+            f"own keys and values: one round instead of {hops} hops; {ring}",
         )
     if num_kv_held % job.num_ranks:
         return Choice(
@@ -163,10 +163,10 @@ def choose_exchange(job: Job, sizes: Sizes) -> Choice:
         return Choice(
             "ring", f"{ring}; dealing heads would send {moved:,} bytes, but in {dealt_calls} calls"
         )
-    held = f"a rank sends up to {moved:,} bytes, at most 1/{ALL_TO_ALL_SAVING} of the ring's, and waits for them"
     return Choice(
         "all_to_all",
-        f"{held}, holds them beside the inputs and makes {dealt_calls} kernel calls; {ring}",
+        f"a rank sends up to {moved:,} bytes, at most 1/{ALL_TO_ALL_SAVING} of the ring's, and waits for them, holds "
+        f"them beside the inputs and makes {dealt_calls} kernel calls; {ring}",
     )
 
 

@@ -58,8 +58,10 @@ def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> ra
         or isinstance(num_heads, bool)
         or not isinstance(num_heads, int)
     ):
-        remedy = "give both or none, for example heads_held=range(3, 6) and num_heads=6."
-        raise ValueError(f"heads_held={heads_held!r} and num_heads={num_heads!r}: {remedy}")
+        raise ValueError(
+            f"heads_held={heads_held!r} and num_heads={num_heads!r}: give both or none, for example "
+            "heads_held=range(3, 6) and num_heads=6."
+        )
     if heads_held.step != 1 or not 0 <= heads_held.start < heads_held.stop <= num_heads:
         raise ValueError(
             f"heads_held={heads_held} is not a range of consecutive heads within range({num_heads})."
@@ -70,8 +72,8 @@ def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> ra
             f"heads_held={heads_held} has {len(heads_held)} heads, but query has {num_held}."
         )
     if num_heads % ratio or heads_held.start % ratio or num_held % ratio:
-        group = f"a group of {ratio} query heads that share a key/value head"
         raise ValueError(
-            f"heads_held={heads_held} of num_heads={num_heads} cut through {group}. Give whole groups."
+            f"heads_held={heads_held} of num_heads={num_heads} cut through a group of {ratio} query heads that share a "
+            "key/value head. Give whole groups."
         )
     return heads_held

@@ -141,8 +141,7 @@ class _Planner:
         The piece is one or more whole segments. For a window, it is all positions of a document that lie in one span.
         """
         branch = self.pattern.branches[number]
-        is_causal = self.pattern.is_causal
-        for meeting in meetings(branch, piece.length, is_causal=is_causal):
+        for meeting in meetings(branch, piece.length, is_causal=self.pattern.is_causal):
             start = piece.start
             query = piece.slice(start + meeting.queries.start, start + meeting.queries.stop)
             key = piece.slice(start + meeting.keys.start, start + meeting.keys.stop)
@@ -151,8 +150,7 @@ class _Planner:
 
     def mask(self, number: int, query: Piece, key: Piece) -> str | None:
         branch = self.pattern.branches[number]
-        is_causal = self.pattern.is_causal
-        return mask_between(branch, query.start, key.start, is_causal=is_causal)
+        return mask_between(branch, query.start, key.start, is_causal=self.pattern.is_causal)
 
     def tiles_under(
         self,
@@ -201,8 +199,7 @@ class _Planner:
         """The rows that a rank packs for all its rings, each with its block in the rank's buffer of chunks."""
         packs: list[tuple[Rows, Block]] = []
         for ring, offset in zip(rings, offsets, strict=False):
-            place = ring.place_of(rank)
-            for _, rows, block in self.rows_of(ring, place):
+            for _, rows, block in self.rows_of(ring, ring.place_of(rank)):
                 packs.append((rows, block._replace(offset=offset + block.offset)))
         return packs
 
@@ -386,8 +383,7 @@ class _PlaceInRing:
         if before[s] and here[s + 1]:
             # At hop s the previous rank adds to the gradient of the chunk that this rank gets at hop s + 1. Then the
             # previous rank sends the unfinished gradient to this rank.
-            coming = self.message(previous, place - s - 1, is_gradient=True)
-            lists["grad_receives"].append(coming)
+            lists["grad_receives"].append(self.message(previous, place - s - 1, is_gradient=True))
 
 
 def offsets_of(rings: Sequence[Ring]) -> list[int]:

@@ -48,14 +48,6 @@ class Meeting(NamedTuple):
     number: int = 1
     step: int = 0
 
-    @property
-    def pairs(self) -> int:
-        """The number of (query, key) pairs in which the query attends to the key, if a head reads every position.
-
-        The pairs of all `number` repetitions are counted.
-        """
-        return self.number * pairs_under(self.mask, len(self.queries), len(self.keys))
-
 
 def pairs_under(mask: str, num_queries: int, num_keys: int) -> int:
     """The number of (query, key) pairs in which the query attends to the key under a mask."""

@@ -101,19 +101,12 @@ class WindowMaker:
             yield self._portion(rank, span, portion.document)
             i += 1
 
-    def seen_by(self, portion: Portion) -> Iterator[tuple[Portion, int]]:
-        """Yield the other portions with queries that attend to rows of `portion`, as pairs (other portion, reach).
-
-        reach: as in `rows.cut_apart`. It is negative if the other portion comes before `portion`.
-        """
-        for other in self.after(portion):
-            yield other, self.reach
-        if not self.is_causal:
-            for other in self.before(portion):
-                yield other, -self.reach
-
     def _sight(self, portion: Portion) -> Sight:
-        others = list(self.seen_by(portion))
+        # `others`: the other portions with queries that attend to rows of `portion`, as pairs (other portion, reach).
+        # The reach is as in `rows.cut_apart`: negative if the other portion comes before `portion`.
+        others = [(other, self.reach) for other in self.after(portion)]
+        if not self.is_causal:
+            others += [(other, -self.reach) for other in self.before(portion)]
         pieces = [(other.piece, reach) for other, reach in others]
         keys, queries = cut_apart([portion.piece], pieces)
 
