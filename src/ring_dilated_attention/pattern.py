@@ -141,13 +141,15 @@ class DilatedPattern:
             if rule not in rules:
                 raise ValueError(f"{name}={rule!r} is unknown; choose one of {rules}.")
         if self.heads == "split" and self.phase != "modulo":
-            rule = "heads='split' has its own phase rule (branch i reads phase i mod r)"
-            raise ValueError(f"{rule}, got phase={self.phase!r}. Leave `phase` at its default.")
-        if self.heads == "split" and self.window is not None:
-            rule = (
-                "heads='split' gives each branch its own heads, but a window belongs to all heads"
+            raise ValueError(
+                f"heads='split' has its own phase rule (branch i reads phase i mod r), got phase={self.phase!r}. Leave "
+                "`phase` at its default."
             )
-            raise ValueError(f"{rule}, got window={self.window}. Leave `heads` at its default.")
+        if self.heads == "split" and self.window is not None:
+            raise ValueError(
+                "heads='split' gives each branch its own heads, but a window belongs to all heads, got "
+                f"window={self.window}. Leave `heads` at its default."
+            )
         _ = self.text  # compute the text now, because torch.compile cannot trace the computation
 
     @cached_property
@@ -495,8 +497,10 @@ def why_no_pattern(value: object) -> str | None:
     """An error message if a value is not a DilatedPattern, else None."""
     if isinstance(value, DilatedPattern):
         return None
-    remedy = "DilatedPattern(segment_lengths=[2048, 4096], dilation_rates=[1, 2]) makes one"
-    return f"pattern must be a DilatedPattern, got {value!r}. {remedy}"
+    return (
+        f"pattern must be a DilatedPattern, got {value!r}. DilatedPattern(segment_lengths=[2048, 4096], "
+        "dilation_rates=[1, 2]) makes one"
+    )
 
 
 def is_integer(value: object) -> bool:

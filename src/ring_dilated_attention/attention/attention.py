@@ -200,13 +200,8 @@ def _run_forward(
 def _fake_forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, call: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lse = query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))
     num_borders = 0 if cu_seqlens is None else cu_seqlens.shape[0]
-    return (
-        query.new_empty(query.shape),
-        lse,
-        torch.empty(2 + num_borders, dtype=torch.int64, device="cpu"),
-    )
+    return *_fake_append(query), torch.empty(2 + num_borders, dtype=torch.int64, device="cpu")
 
 
 def _run_backward(
@@ -291,7 +286,7 @@ def _append(
 
 
 @_append.register_fake
-def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_append(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty(
         query.shape[:3], dtype=accumulator_dtype(query.dtype)
     )

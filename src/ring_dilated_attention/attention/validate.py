@@ -12,7 +12,7 @@ from torch.autograd.forward_ad import unpack_dual
 from ..kernels.choose import check_backend
 from ..pattern import is_finite_number, is_integer, why_no_pattern
 from ..plan.job import held_heads
-from ..ranks.call import Call, validate_cu_seqlens
+from ..ranks.call import Call, described, validate_cu_seqlens
 from ..ranks.named import NamedContext
 from ..run.dilated_cache import DilatedCache
 from .op import define_op
@@ -157,8 +157,10 @@ def why_no_rows(name: str, x: Any) -> str | None:
         )
     if x.dim() == 4:
         return None
-    remedy = "unsqueeze(0) adds a batch, and unflatten(-1, (heads, head_dim)) makes heads"
-    return f"{name} must be {layout}, got {x.dim()} dimensions: {tuple(x.shape)}; {remedy}"
+    return (
+        f"{name} must be {layout}, got {x.dim()} dimensions: {tuple(x.shape)}; unsqueeze(0) adds a batch, and "
+        "unflatten(-1, (heads, head_dim)) makes heads"
+    )
 
 
 def _check_tensors(tensors: Mapping[str, Any]) -> None:
@@ -246,13 +248,11 @@ def check_cache(
         raise ValueError(
             "a call with a cache has no gradient: call it under torch.no_grad(), or detach the inputs."
         )
-    is_tensor = isinstance(lengths, Tensor)
     if lengths is not None and not (
-        is_tensor and lengths.shape == query.shape[:1] and is_integral(lengths)
+        isinstance(lengths, Tensor) and lengths.shape == query.shape[:1] and is_integral(lengths)
     ):
-        got = f"{lengths.dtype} {tuple(lengths.shape)}" if is_tensor else repr(lengths)
         raise ValueError(
-            f"lengths must be an integer tensor ({cache.batch},), one for each batch entry, got {got}."
+            f"lengths must be an integer tensor ({cache.batch},), one for each batch entry, got {described(lengths)}."
         )
 
 
@@ -292,9 +292,8 @@ def valid_lengths(mask_BN: Tensor, batch: int, num_positions: int) -> Tensor:
         ValueError: for a mask that does not fit, or with padding before a valid position.
     """
     if mask_BN.shape != (batch, num_positions):
-        shape = tuple(mask_BN.shape)
         raise ValueError(
-            f"key_padding_mask has shape {shape}, the inputs need ({batch}, {num_positions})"
+            f"key_padding_mask has shape {tuple(mask_BN.shape)}, the inputs need ({batch}, {num_positions})"
         )
     if mask_BN.is_floating_point():
         # Accept a mask of 0 and -inf, into which nn.TransformerEncoderLayer turns its bool mask.

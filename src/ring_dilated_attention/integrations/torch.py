@@ -79,7 +79,9 @@ class ShardSequence(ParallelStyle):
                 child.parallel = parallel
 
         if self.shard_inputs:
-            module.register_forward_pre_hook(_each_input(parallel.shard), with_kwargs=True)
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: _each(parallel.shard, (args, kwargs)), with_kwargs=True
+            )
         if self.unshard_outputs:
             module.register_forward_hook(lambda _, args, out: _each(parallel.unshard, out))
         return module
@@ -125,7 +127,9 @@ class ShardHeads(ParallelStyle):
             terms = DTensor.from_local(x, device_mesh, [Partial()], run_check=False)
             return terms.redistribute(placements=[Replicate()]).to_local()
 
-        module.register_forward_pre_hook(_each_input(summed_gradient), with_kwargs=True)
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: _each(summed_gradient, (args, kwargs)), with_kwargs=True
+        )
         module.register_forward_hook(lambda _, args, out: _each(summed, out))
         return module
 
@@ -146,10 +150,6 @@ def _each(change: Callable[[Tensor], Tensor], nested: Any) -> Any:
         return changed[id(value)]
 
     return tree_map(apply, nested)
-
-
-def _each_input(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tuple, dict], Any]:
-    return lambda _, args, kwargs: _each(change, (args, kwargs))
 
 
 def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: bool = False) -> None:
@@ -320,8 +320,10 @@ def _why_not(name: str, attention: Any) -> str | None:
     if not isinstance(attention, nn.MultiheadAttention):
         return f"is a {type(attention).__name__}, not torch's nn.MultiheadAttention"
     if attention.dropout:
-        remedy = f"set {name}.dropout = 0.0, or make the layers with dropout=0.0"
-        return f"has dropout={attention.dropout}, and dilated attention has none: {remedy}"
+        return (
+            f"has dropout={attention.dropout}, and dilated attention has none: set {name}.dropout = 0.0, or make the "
+            "layers with dropout=0.0"
+        )
     if not attention.batch_first:
         return "has batch_first=False: make the layers with batch_first=True"
     if attention.bias_k is not None or attention.add_zero_attn:

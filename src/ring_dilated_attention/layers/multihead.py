@@ -373,9 +373,9 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         for name, x in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, x)
             if x.dim() != 3 or x.shape[-1] != self.embed_dim:
-                text = f"{name} has shape {tuple(x.shape)}, not (batch, positions, embed_dim={self.embed_dim})"
+                remedy = "; add a batch dim with unsqueeze(0)" if x.dim() == 2 else ""
                 raise ValueError(
-                    text + ("; add a batch dim with unsqueeze(0)" if x.dim() == 2 else "")
+                    f"{name} has shape {tuple(x.shape)}, not (batch, positions, embed_dim={self.embed_dim}){remedy}"
                 )
         if not query.shape == key.shape == value.shape:
             raise ValueError(

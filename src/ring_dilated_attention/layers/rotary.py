@@ -11,6 +11,7 @@ from torch import Tensor
 from ..attention.op import define_op
 from ..attention.validate import check_tensor, is_integral
 from ..pattern import is_finite_number
+from ..ranks.call import borders_of
 from ..ranks.named import context_named
 from ..run.views import on_device
 
@@ -81,9 +82,9 @@ def rotary_base(rotary: bool | float, head_dim: int) -> float | None:
             f"rotary with head_dim={head_dim}: rotary embeddings rotate pairs, the head dim must be even"
         )
     if rotary is not True and not (is_finite_number(rotary) and rotary > 1):
-        true = f"{DEFAULT_ROTARY_BASE:,.0f}"
         raise ValueError(
-            f"rotary={rotary!r}: the base must be a finite number greater than 1; True means {true}"
+            f"rotary={rotary!r}: the base must be a finite number greater than 1; True means "
+            f"{DEFAULT_ROTARY_BASE:,.0f}"
         )
     return DEFAULT_ROTARY_BASE if rotary is True else float(rotary)
 
@@ -146,7 +147,7 @@ def _run_positions(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> Tenso
     ContextParallel.
     """
     ranks = context_named(parallel).ranks
-    borders = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    borders = borders_of(cu_seqlens)
     fields: dict[str, object] = {
         "call": "positions of MultiheadDilatedAttention",
         "cu_seqlens": borders,

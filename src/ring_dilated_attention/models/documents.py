@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..attention.validate import is_integral
-from ..plan.sharding import Shard, Span, check_documents, document_positions, first_rows
+from ..plan.sharding import Shard, Span, check_documents, first_rows
 from ..ranks.call import validate_cu_seqlens
 from ..ranks.context import ContextParallel
 from ..ranks.ranks import ALONE
@@ -36,13 +36,6 @@ class Documents:
                 if start < end <= stop:
                     rows.append(row + end - 1 - start)
         return rows
-
-    def positions(self) -> Tensor:
-        """The position of each of this rank's rows within its document, (N,) int64 on the CPU."""
-        positions = [torch.arange(0, device="cpu")]
-        for span in document_positions(self.shard, self.borders):
-            positions.append(torch.arange(span.start, span.stop, device="cpu"))
-        return torch.cat(positions)
 
 
 def agree_on_documents(
@@ -104,10 +97,10 @@ def why_not_dense(**tensors: Any) -> str | None:
     return None
 
 
-def why_no_tokens(tokens_BN: Any, setting: str, num_tokens: int) -> str | None:
+def why_no_tokens(tokens_BN: Any, vocab_size: int) -> str | None:
     """Why a model cannot take these tokens, or None if it can.
 
-    Tokens must be integers from 0 to num_tokens - 1. setting: what the error calls num_tokens, such as "vocab_size".
+    Tokens must be integers from 0 to vocab_size - 1.
     """
     if not isinstance(tokens_BN, Tensor):
         return f"tokens must be a tensor of integers (batch, N), got {type(tokens_BN).__name__}"
@@ -116,6 +109,6 @@ def why_no_tokens(tokens_BN: Any, setting: str, num_tokens: int) -> str | None:
     # Skip tokens on a GPU, because the CPU would have to wait for the GPU. torch's embedding kernel checks such tokens.
     if tokens_BN.device.type == "cpu" and tokens_BN.numel() and not torch.compiler.is_compiling():
         low, high = tokens_BN.long().aminmax()  # torch has no aminmax of uint16
-        if low < 0 or high >= num_tokens:
-            return f"tokens from {low} to {high}, but {setting}={num_tokens}"
+        if low < 0 or high >= vocab_size:
+            return f"tokens from {low} to {high}, but {vocab_size=}"
     return None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..layers import MultiheadDilatedAttention, RotaryTable
 from ..plan.sharding import first_rows
 from ..ranks.context import ContextParallel
-from ..ranks.ranks import ALONE
+from ..ranks.ranks import ALONE, positions_of
 from ..ranks.reduce import mean_loss
 from ..run.dilated_cache import DilatedCache
 from ..run.views import on_device
@@ -184,7 +184,7 @@ class LongNetLM(nn.Module):
             raise ValueError(
                 f"{len(caches)} caches for {len(self.blocks)} layers: pass one for each layer, made by make_caches."
             )
-        if failure := why_no_tokens(tokens_BN, "vocab_size", self.config.vocab_size):
+        if failure := why_no_tokens(tokens_BN, self.config.vocab_size):
             raise ValueError(failure)
         positions = caches[0].next_positions(tokens_BN.shape[1])
         table = next(self.each_block()).attention.rotary_table(positions)
@@ -290,7 +290,7 @@ class LongNetLM(nn.Module):
         return local_sum / max(num_labels, 1)  # a batch without labels has loss 0
 
     def _hidden(self, tokens_BN: Tensor, documents: Documents, cu_seqlens: Tensor | None) -> Tensor:
-        positions = on_device(documents.positions(), tokens_BN.device)
+        positions = on_device(positions_of(documents.shard, documents.borders), tokens_BN.device)
         table = next(self.each_block()).attention.rotary_table(positions)
         x_BNE = self.embedding(tokens_BN.long())
         for block in self.blocks:
@@ -306,7 +306,7 @@ class LongNetLM(nn.Module):
 
     def _agree(self, tokens_BN: Tensor, cu_seqlens: Tensor | None) -> Documents:
         """The documents of all ranks. Raises ValueError on every rank if one rank's tokens or borders do not fit."""
-        failure = why_no_tokens(tokens_BN, "vocab_size", self.config.vocab_size)
+        failure = why_no_tokens(tokens_BN, self.config.vocab_size)
         return agree_on_documents(
             "LongNetLM", tokens_BN, parallel=self.parallel, cu_seqlens=cu_seqlens, failure=failure
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ranks.context import ContextParallel
+from ..ranks.failures import first_line
 from .longnet_vit import PUBLISHED, LongNetViT
 from .names import map_names
 
@@ -69,10 +70,6 @@ def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
                     f"the file is damaged: the checksum of its entry {damaged} is wrong"
                 )
     return content
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def load_slide_encoder(

@@ -24,9 +24,9 @@ def check_arguments(mesh: DeviceMesh | None, exchange: str, timeout: timedelta) 
             "already. Choose how keys and values travel along the first axis: 'auto', 'ring' or 'all_gather'."
         )
     if not isinstance(timeout, timedelta) or not LEAST_TIMEOUT <= timeout <= MOST_TIMEOUT:
-        limits = "from a millisecond to ten years"
         raise ValueError(
-            f"timeout must be a positive datetime.timedelta, {limits}, got {timeout!r}."
+            "timeout must be a positive datetime.timedelta, from a millisecond to ten years, got "
+            f"{timeout!r}."
         )
 
 

@@ -106,8 +106,7 @@ class ForwardState(NamedTuple):
     def of(
         cls, number: int, call: Call, query: Tensor, cu_seqlens: Tensor | None
     ) -> "ForwardState":
-        borders = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
-        return cls(number, choose(call.backend, query).NAME, borders)
+        return cls(number, choose(call.backend, query).NAME, borders_of(cu_seqlens))
 
     @property
     def tensor(self) -> Tensor:
@@ -139,6 +138,11 @@ def borders_field(borders: Borders) -> object:
     return len(borders), hash(borders)
 
 
+def described(x: object) -> str:
+    """An argument as an error shows it: a tensor by its dtype and shape."""
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+
+
 def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
     """Raise ValueError unless cu_seqlens is a dense 1-D int32 tensor with at least two entries, and batch is 1.
 
@@ -149,13 +153,8 @@ def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
         or cu_seqlens.dtype != torch.int32
         or cu_seqlens.dim() != 1
     ):
-        got = (
-            f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-            if isinstance(cu_seqlens, Tensor)
-            else repr(cu_seqlens)
-        )
         raise ValueError(
-            f"cu_seqlens must be a 1-D int32 tensor, got {got}. Use torch.tensor(...).int()."
+            f"cu_seqlens must be a 1-D int32 tensor, got {described(cu_seqlens)}. Use torch.tensor(...).int()."
         )
     if cu_seqlens.layout != torch.strided:
         raise ValueError(

@@ -152,12 +152,12 @@ class ContextParallel(NamedContext):
         fields = forward_fields("shard", x, dim)
         fields |= {"length of the whole": length, "cu_seqlens": borders_field(documents)}
         if len(set(ranks.agree(content, fields))) > 1:
-            text = (
+            ranks.warn_once(
+                "shard",
                 f"shard was given {length} positions, as many as each rank's shard of the "
                 f"{sum(ranks.lengths_cut_last)} positions cut last, and the ranks' tensors differ: a shard is cut "
-                "again. Pass it on as it is, or unshard it first"
+                "again. Pass it on as it is, or unshard it first",
             )
-            ranks.warn_once("shard", text)
         shards = ranks.note_cut(lengths, documents)
         return x if len(shards) == 1 else ShardRows.apply(x, ranks, shards, dim)
 

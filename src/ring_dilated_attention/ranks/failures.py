@@ -38,10 +38,15 @@ def usual_cause(absence: str, reason: str) -> str:
     return ""
 
 
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def reason_of(error: Exception) -> str:
     """The reason that gloo or NCCL gives in an error, without the place in the source code and without advice."""
-    first_line = (str(error).splitlines() or [type(error).__name__])[0]
-    reason = re.sub(r"^\[\S+:\d+\] ", "", first_line).split(". This is typically")[0].rstrip(".")
+    reason = (
+        re.sub(r"^\[\S+:\d+\] ", "", first_line(error)).split(". This is typically")[0].rstrip(".")
+    )
     if re.search("onnection (closed|reset|refused)", reason) and "that rank" not in reason:
         reason += ": that rank died, or gave up after an error of its own"
     return reason + "."

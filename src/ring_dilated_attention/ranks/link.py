@@ -176,8 +176,10 @@ class GroupLink:
         """Raise ExchangeError, and break all groups of the context: other ranks may wait for this rank in any group."""
         if self.failure is None:
             reason = reason_of(error)
-            place = f"(group {self.name!r}, rank {self.members[self.rank]})"
-            failure = f"{moment}: {description} {place}: {reason}{usual_cause(description, reason)}"
+            failure = (
+                f"{moment}: {description} (group {self.name!r}, rank {self.members[self.rank]}): {reason}"
+                f"{usual_cause(description, reason)}"
+            )
             for link in self.links:
                 link.abandon(failure)
         # `failure` is already set if this rank called `abandon` during the wait, because `abandon` makes the wait fail.

@@ -137,11 +137,13 @@ class Processes(Ranks):
         try:
             fields: dict[str, object] = {"call": "making a ContextParallel"}
             if cut is not None:
-                fields["mesh"] = f"{cut.num_shards // cut.inner} x {cut.inner}"
-                fields["sharding"] = cut.sharding
-                fields["align"] = cut.align
-                fields["lengths"] = cut.lengths
-                fields["exchange"] = exchange
+                fields |= {
+                    "mesh": f"{cut.num_shards // cut.inner} x {cut.inner}",
+                    "sharding": cut.sharding,
+                    "align": cut.align,
+                    "lengths": cut.lengths,
+                    "exchange": exchange,
+                }
             agree(self.control, 0, fields, failure)
         except ValueError:
             self.close()
@@ -270,18 +272,20 @@ class Processes(Ranks):
         starts = [min(rank * size, seq_len) for rank in range(self.world_size + 1)]
         chunked = tuple(stop - start for start, stop in pairwise(starts))
         if lengths not in (near_equal, chunked):
-            text = f"ranks have {lengths} positions; a near-equal cut of one sequence of {seq_len} gives {near_equal}"
             self.warn_once(
-                "cut", text + ". If yours are meant, say so: ContextParallel(lengths=...)"
+                "cut",
+                f"ranks have {lengths} positions; a near-equal cut of one sequence of {seq_len} gives {near_equal}. If "
+                "yours are meant, say so: ContextParallel(lengths=...)",
             )
 
     def warn_of_whole(self, lengths: Sequence[int]) -> bool:
         whole = sum(self.lengths_cut_last)
         if not sum(lengths) or set(lengths) != {whole}:
             return False
-        text = f"every rank has {whole} positions, as many as the sequence that was cut last: they count "
         self.warn_once(
-            "whole", text + f"as one sequence of {sum(lengths)}. Pass what `shard` returns"
+            "whole",
+            f"every rank has {whole} positions, as many as the sequence that was cut last: they count as one sequence "
+            f"of {sum(lengths)}. Pass what `shard` returns",
         )
         return True
 
@@ -361,8 +365,12 @@ def note_dropped(opened: list[GroupLink], name: str, process: int) -> None:
         return
     _dropped[name] = opened
     if os.getpid() == process:
-        text = f"{name} was dropped without close(): its connections and threads are kept until all ranks make another "
-        warnings.warn(text + "ContextParallel", ResourceWarning, stacklevel=2)
+        warnings.warn(
+            f"{name} was dropped without close(): its connections and threads are kept until all ranks make another "
+            "ContextParallel",
+            ResourceWarning,
+            stacklevel=2,
+        )
 
 
 @contextmanager

@@ -85,11 +85,8 @@ class Ranks:
         """The position of each of this rank's rows within its document: (N_local,) int64 on the CPU."""
         seq_len = sum(lengths)
         documents = documents_of(borders, seq_len)
-        shard = self.shards(lengths, documents)[self.rank]
-        positions = [torch.arange(0, device="cpu")]
-        for span in document_positions(shard, documents or (0, seq_len)):
-            positions.append(torch.arange(span.start, span.stop, device="cpu"))
-        return torch.cat(positions)
+        shards = self.shards(lengths, documents)
+        return positions_of(shards[self.rank], documents or (0, seq_len))
 
     # Agreeing with the other ranks before a call.
 
@@ -277,6 +274,14 @@ class Ranks:
         return {}
 
 
+def positions_of(shard: Shard, borders: Sequence[int]) -> Tensor:
+    """The position of each row of a shard within its document: (N_local,) int64 on the CPU."""
+    positions = [torch.arange(0, device="cpu")]
+    for span in document_positions(shard, borders):
+        positions.append(torch.arange(span.start, span.stop, device="cpu"))
+    return torch.cat(positions)
+
+
 ALONE = Ranks(ShardSpec("contiguous", 1))
 # The `Ranks` of every context in this process that has cut a sequence. `warn_of_forgotten_parallel` reads this set.
 _sharing: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
@@ -293,9 +298,10 @@ def warn_of_forgotten_parallel(num_rows: int) -> None:
         whole = sum(ranks.lengths_cut_last)
         is_shard = num_rows == ranks.lengths_cut_last[ranks.rank] and num_rows not in (0, whole)
         if is_shard and not ranks.is_closed:
-            text = (
+            ranks.warn_once(
+                "forgotten",
                 f"a call without parallel= has {num_rows} positions, as many as rank {ranks.rank}'s shard of the "
                 f"{whole} positions that were cut last: they are taken for a whole sequence. If they are a shard, pass "
-                "parallel= to the call, or to the module that makes it"
+                "parallel= to the call, or to the module that makes it",
+                stacklevel=4,
             )
-            ranks.warn_once("forgotten", text, stacklevel=4)

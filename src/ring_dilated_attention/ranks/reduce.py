@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import is_finite_number
+from .call import described
 from .ranks import Ranks
 
 
@@ -61,12 +62,9 @@ def _numbers(local_sum: Any, local_count: Any, step_count: Any) -> Tensor:
     """The arguments of `mean_loss` on this rank, checked: the sum, its number of terms, and the number of terms in the
     step, as a float64 tensor (3,) on the CPU."""
     if not _is_one_number(local_sum) or not local_sum.is_floating_point():
-        got = repr(local_sum)
-        if isinstance(local_sum, Tensor):
-            got = f"{local_sum.dtype} {tuple(local_sum.shape)}"
         raise ValueError(
-            f"local_sum must be one number, the sum over this rank's positions, as a floating tensor, got {got}. Take "
-            "reduction='sum'."
+            "local_sum must be one number, the sum over this rank's positions, as a floating tensor, got "
+            f"{described(local_sum)}. Take reduction='sum'."
         )
     count = step = _count("local_count", local_count)
     if step_count is not None:

@@ -19,8 +19,10 @@ def check_dim(call: str, x: Any, dim: Any) -> None:
     if x.layout != torch.strided:
         raise ValueError(f"{call} takes a dense tensor, got {x.layout}")
     if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
-        text = f"{call} along dim={dim!r} of a {x.dim()}-dimensional tensor {tuple(x.shape)}"
-        raise ValueError(f"{text}: give the dim of the positions")
+        raise ValueError(
+            f"{call} along dim={dim!r} of a {x.dim()}-dimensional tensor {tuple(x.shape)}: give the dim of the "
+            "positions"
+        )
 
 
 def rows_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:

@@ -209,9 +209,10 @@ class DilatedCache:
         heads = f"num_heads={plan.num_heads}, num_kv_heads={plan.num_kv_heads}, head_dim={self.head_dim}"
         if plan.held is not None:
             heads += f", heads_held={plan.held}"
-        limits = f"max_len={plan.max_len}, keep={plan.keep}"
-        size = f"{self.num_rows:,} rows, {self.num_bytes:,} bytes"
-        return f"DilatedCache(batch={self.batch}, {heads}, {self.dtype}, {self.device}, {limits}: {size})"
+        return (
+            f"DilatedCache(batch={self.batch}, {heads}, {self.dtype}, {self.device}, max_len={plan.max_len}, "
+            f"keep={plan.keep}: {self.num_rows:,} rows, {self.num_bytes:,} bytes)"
+        )
 
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
         """Begin a new, empty sequence in every batch entry, or only in the entries whose numbers `rows` gives."""
@@ -315,8 +316,10 @@ class DilatedCache:
         places = progress.T.tolist()
         for b, (position, floor) in enumerate(places):
             if limit is not None and position > limit:
-                text = f"the state has {position} positions, and the cache holds max_len={limit}"
-                raise ValueError(f"{text}. Make the cache with max_len={position} or more.")
+                raise ValueError(
+                    f"the state has {position} positions, and the cache holds max_len={limit}. Make the cache with "
+                    f"max_len={position} or more."
+                )
             shape = (2, sum(_sizes(source, position, floor)), self.head_dim)
             if tuple(saved[b].shape) != shape or saved[b].dtype != self.dtype:
                 raise ValueError(
@@ -393,8 +396,10 @@ class DilatedCache:
         entries = list(rows) if isinstance(rows, Iterable) else [None]
         # Refuse False and True, because otherwise a boolean mask would be read as the entries 0 and 1.
         if not all(map(is_integer, entries)):
-            text = f"{call}({rows}) takes the numbers of batch entries, as [0, 2]."
-            raise ValueError(f"{text} For a mask, pass mask.nonzero().flatten().")
+            raise ValueError(
+                f"{call}({rows}) takes the numbers of batch entries, as [0, 2]. For a mask, pass "
+                "mask.nonzero().flatten()."
+            )
         if not all(0 <= row < self.batch for row in entries):
             raise ValueError(f"{call}({entries}): the batch has the entries 0 to {self.batch - 1}.")
         return torch.tensor(entries, dtype=torch.int64, device=self.device)
@@ -424,15 +429,14 @@ class DilatedCache:
         if free is None or self._bytes_of_rows() <= free:
             return
 
-        rows = f"{self.num_rows:,} rows of {self.head_dim} {self.dtype} for keys and as many for values"
-        product = f"2 * {self.batch} * {self.num_rows:,} * {self.head_dim} * {self.dtype.itemsize}"
         limit = "Give a smaller max_len"
         if self.plan.max_len is None:
             limit = "Give max_len, which no buffer exceeds"
         raise ValueError(
-            f"the cache would hold {rows}, for a batch of {self.batch}: {product} = {self._bytes_of_rows():,} bytes, "
-            f"and {free:,} are free on {self.device}. {limit}, or use a smaller batch, fewer key/value heads or "
-            "16 bits."
+            f"the cache would hold {self.num_rows:,} rows of {self.head_dim} {self.dtype} for keys and as many for "
+            f"values, for a batch of {self.batch}: 2 * {self.batch} * {self.num_rows:,} * {self.head_dim} * "
+            f"{self.dtype.itemsize} = {self._bytes_of_rows():,} bytes, and {free:,} are free on {self.device}. "
+            f"{limit}, or use a smaller batch, fewer key/value heads or 16 bits."
         )
 
 

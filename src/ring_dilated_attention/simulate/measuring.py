@@ -22,8 +22,10 @@ class MemoryUse(NamedTuple):
     peak_bytes: int = 0
 
     def __str__(self) -> str:
-        used = f"held {self.peak_bytes:,} bytes at most, sent {self.sent_bytes:,}"
-        return f"rank {self.rank} of {self.world_size}: {used}"
+        return (
+            f"rank {self.rank} of {self.world_size}: held {self.peak_bytes:,} bytes at most, "
+            f"sent {self.sent_bytes:,}"
+        )
 
 
 @contextmanager

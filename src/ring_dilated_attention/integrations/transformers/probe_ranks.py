@@ -61,8 +61,9 @@ def check_ranks(model: Any, sharded: Callable[[Any, Any], Any]) -> None:
         except UnfitError:
             raise
         except FAILURES as error:
-            text = f"{name} does not run on a rank's rows, as a tiny copy of it shows: {error!r}"
-            raise ValueError(text) from error
+            raise ValueError(
+                f"{name} does not run on a rank's rows, as a tiny copy of it shows: {error!r}"
+            ) from error
     _fit.add(key)
 
 

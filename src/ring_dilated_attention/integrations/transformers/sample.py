@@ -48,9 +48,9 @@ def whole_sample(model: Any, parallel: ContextParallel, arguments: dict[str, Any
     Raises ValueError for arguments that cannot be cut into shards.
     """
     if CACHES & {*arguments} or arguments.get("logits_to_keep"):
-        remedy = "remove() the handle that it returned, then generate."
         raise ValueError(
-            f"context_parallel takes no cache and no logits_to_keep, which generate passes: {remedy}"
+            "context_parallel takes no cache and no logits_to_keep, which generate passes: remove() the handle that it "
+            "returned, then generate."
         )
     ids = arguments.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2:
@@ -111,8 +111,10 @@ def label_shift(model: Any) -> int:
 
 
 def no_loss(model: Any) -> ValueError:
-    remedy = "call it without labels, and compute the loss on every rank, from outputs that parallel.unshard joins."
-    return ValueError(f"{type(model).__name__} computes no loss of single positions: {remedy}")
+    return ValueError(
+        f"{type(model).__name__} computes no loss of single positions: call it without labels, and compute the loss on "
+        "every rank, from outputs that parallel.unshard joins."
+    )
 
 
 def _positions_of_model(model: nn.Module, ids: Tensor) -> Tensor:

@@ -132,9 +132,8 @@ class TorchscaleConfig:
         for name in ("segment_lengths", "dilation_rates"):
             numbers = fields.get(name)
             if not numbers:
-                theirs = TORCHSCALE_NAMES[name]
                 raise ValueError(
-                    f"torchscale's settings have no {theirs}: they are not the settings of a LongNet."
+                    f"torchscale's settings have no {TORCHSCALE_NAMES[name]}: they are not the settings of a LongNet."
                 )
             if isinstance(numbers, str):
                 fields[name] = _integers(name, numbers)
