@@ -17,6 +17,8 @@ from order import dealt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+# Each process that compiles would start another one that imports torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 with suppress(AttributeError, OSError):  # not on Linux, or not allowed
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # for all that this process starts
 
