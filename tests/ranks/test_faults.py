@@ -3,9 +3,8 @@
 `make faults` tries many more (fault_trials.py). Functions whose name starts with `rank` run on every rank.
 """
 
+import ctypes
 import re
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from functools import partial
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from definition import DENSE, PATIENCE, check_step, noted_messages, whole
-from distributed import run
+from distributed import Ranks, run
 from faults import Fault, run_trial
 from helpers import message_of
 
@@ -127,37 +126,24 @@ def test_ranks_with_nothing_to_send():
     run(3, rank_has_nothing_to_send)
 
 
-LEAVING = """
-import sys, time
-import torch
-import torch.distributed as dist
-from ring_dilated_attention import ContextParallel
-
-rank, port = int(sys.argv[1]), int(sys.argv[2])
-store = dist.TCPStore("127.0.0.1", port, is_master=False)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-parallel = ContextParallel()
-time.sleep(rank)  # so long that rank 0 watches rank 1
-parallel.unshard(torch.ones(1, 8, 2, 8))
-
 class Slow:
-    def __del__(self, sleep=time.sleep, seconds=1 - rank / 2):
-        sleep(seconds)
+    def __del__(self, sleep=time.sleep):
+        sleep(self.seconds)
 
-slow = Slow()  # goes when Python is ending: rank 1 leaves while rank 0 is at it
-"""
+
+def rank_leaves(rank, world_size):
+    global slow
+    parallel = ContextParallel()
+    time.sleep(rank)  # so long that rank 0 watches rank 1
+    parallel.unshard(torch.ones(1, 8, 2, 8))
+    slow = Slow()  # goes when Python is ending: rank 1 leaves while rank 0 is at it
+    slow.seconds = 1 - rank / 2
+    ctypes.pythonapi.Py_Exit(0)  # as a program that comes to its end, which a forked rank does not
 
 
 def test_ranks_that_leave():
     """Catches threads that come back from gloo when Python is ending, which aborts the process."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LEAVING, str(rank), str(store.port)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    ends = [(process.communicate(timeout=120)[1], process.returncode) for process in ranks]
-    assert all(code == 0 for _, code in ends), ends
+    with Ranks(2, rank_leaves) as ranks:
+        for process in ranks.processes:
+            process.join(60)
+        assert [process.exitcode for process in ranks.processes] == [0, 0]
