@@ -167,14 +167,15 @@ def test_the_rule_on_simulated_ranks():
 
 def rank_has_other_gradients(rank, world_size):
     """Every dtype, along any dim, with losses that differ between ranks."""
-    for options, dim in itertools.product(CUTS.values(), (1, -1, -3)):
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.complex128)
+    for options in CUTS.values():
         cu_seqlens = BORDERS if options.get("sharding") == "zigzag_documents" else None
         parallel = ContextParallel(timeout=PATIENCE, **options)
-        shape = [2, 3, 2]
-        shape[dim] = N
-        generator = torch.Generator().manual_seed(1)
-        weights = torch.randn(world_size, *shape, generator=generator, dtype=torch.float64)
-        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex128):
+        for dim, dtype in itertools.product((1, -1, -3), dtypes):
+            shape = [2, 3, 2]
+            shape[dim] = N
+            generator = torch.Generator().manual_seed(1)
+            weights = torch.randn(world_size, *shape, generator=generator, dtype=torch.float64)
             given = weights.to(dtype)
             wide = given.to(torch.promote_types(dtype, torch.float32))
             full = torch.zeros(shape, dtype=dtype, requires_grad=True)
