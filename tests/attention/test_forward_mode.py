@@ -63,6 +63,7 @@ def test_a_forward_mode_derivative_is_refused(what, way):
         NotImplementedError, match=r"no forward-mode derivative .*jvp.*: use backward"
     ):
         WAYS[way](calls[what], randn(1, 6, 2, 4))
+    torch._dynamo.reset()  # it would never compile these functions again
 
 
 def test_ranks_refuse_it_like_any_call():

@@ -568,7 +568,8 @@ def rank_compiles_what_it_does_not_use(rank, world_size):
         return outs[1]
 
     # Inductor drops calls that other backends keep.
-    compiled = torch.compile(function, backend="inductor", fullgraph=True, options=PLAIN)
+    options = {"fullgraph": True, "dynamic": True, "options": PLAIN}
+    compiled = torch.compile(function, backend="inductor", **options)
     own = compiled if rank == 1 else function
     calls = [tensors.unbind() for tensors in torch.randn(2, 3, 1, 5, 4, 8)]
     torch.testing.assert_close(own(*calls), function(*calls))
