@@ -192,7 +192,7 @@ def test_the_gradient_of_a_sink_of_hardly_any_weight():
 SHORT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PRECISION_CASES = [
     *CASES,
-    Case("long rows", DilatedPattern((64, 128, 257), (1, 2, 4), is_causal=True), 257, 3, 4, 4, 96),
+    Case("long rows", DilatedPattern((64, 128, 257), (1, 2, 4), is_causal=True), 257, 1, 4, 4, 96),
     Case("single keys", DilatedPattern((1, 1, 31), (1, 1, 1)), 31, 3, 2, 2, 8),
 ]
 
