@@ -116,15 +116,21 @@ def test_private_names_of_others_are_listed():
 def test_a_call_imports_few_files_and_no_compiler():
     """Catches an import of what talks to other ranks, or of an application; and of torch._dynamo, which takes ten times
     as long as all of ours: by a first call, its backward, or a context. (`refuse` has the mark of torch's function that
-    imports it.) And modules that cannot be reloaded, or imported once more after Ctrl-C; and plans that need torch."""
+    imports it.) And modules that cannot be reloaded, or imported once more after Ctrl-C; and plans that need torch. And
+    an op that is not found where torch is imported after us, and looked for before that, as packages do that ask
+    whether it is there."""
     paths = [path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py")]
     pure = [".".join((NAME, *path.parts)) for path in paths if path.parts[0] in PURE]
     code = f"""if True:
-        import sys, {", ".join(pure)}
+        import importlib.util, sys, {", ".join(pure)}
         assert 'torch' not in sys.modules
-        for name in [name for name in sys.modules if name.startswith("{NAME}")]:
+        for name in [name for name in sys.modules if name.startswith("{NAME}.")]:
             del sys.modules[name]
+        importlib.util.find_spec('torch')
         import torch
+        names = [name for name in sys.modules if name.startswith("{NAME}.")]
+        assert set(names) <= {{"{NAME}.pattern"}}, names
+        torch.ops.{NAME}.forward.default
         from {NAME} import DilatedPattern, dilated_attention
         rows = torch.randn(1, 8, 1, 4, requires_grad=True)
         dilated_attention(rows, rows, rows, DilatedPattern((4,), (1,))).sum().backward()

@@ -1,9 +1,11 @@
 """Forecasts of a call against the plans and the clock of all ranks, in random jobs."""
 
 import random
+from functools import cache
 
 import pytest
 
+from ring_dilated_attention.forecast import call_cost
 from ring_dilated_attention.forecast.call_cost import Exchange, count, forecast, picked_ranks
 from ring_dilated_attention.forecast.clock import Hardware, model_step
 from ring_dilated_attention.pattern import DilatedPattern
@@ -28,7 +30,10 @@ def random_job(rng, num_ranks):
 @pytest.mark.parametrize(
     "exchange", [Exchange(), Exchange("all_gather"), Exchange("all_to_all"), Exchange("ring", 2)]
 )
-def test_figures_are_those_of_the_plans(seed, exchange):
+def test_figures_are_those_of_the_plans(seed, exchange, monkeypatch):
+    """To weigh a plan takes most of the time: one that the forecast has weighed is not weighed again."""
+    weigh = cache(weigh_attention)
+    monkeypatch.setattr(call_cost, "weigh_attention", weigh)
     rng = random.Random(seed)
     job = random_job(rng, 4)
     sizes = Sizes(rng.choice([1, 2]), 16, rng.choice([2, 4]))
@@ -42,7 +47,7 @@ def test_figures_are_those_of_the_plans(seed, exchange):
         forward = plan.bytes_sent(sizes, backward=False)
         sent = forward + plan.bytes_sent(sizes, backward=True)
         assert (rank.num_rows, rank.forward_sent, rank.sent) == (plan.num_rows, forward, sent)
-        assert rank.weight == weigh_attention(plan, sizes, "cpu")
+        assert rank.weight == weigh(plan, sizes, "cpu")
     sent = sum(plan.plan.sent()[0] for plan in plans) * sizes.unit * sizes.itemsize
     assert sum(figures.sent_by_branch) == sent
     assert figures.most_sent == max(rank.sent for rank in figures.ranks)
@@ -51,10 +56,10 @@ def test_figures_are_those_of_the_plans(seed, exchange):
 
 
 def test_the_picked_ranks_hold_as_much_as_any():
-    rng = random.Random(0)
-    job, sizes = random_job(rng, rng.randint(14, 20)), Sizes(1, 16, 4)
+    """Of 14, rank 3 alone holds most, and its place is none of those that are always picked."""
+    job, sizes = random_job(random.Random(2), 14), Sizes(1, 16, 4)
     picked = picked_ranks(count(job, Exchange()))
-    assert len(picked) <= 15
+    assert len(picked) < 14
     weights = [
         weigh_attention(plan_exchange("ring", job, rank), sizes, "cpu").peak
         for rank in range(job.num_ranks)
