@@ -260,7 +260,7 @@ def is_warned(rank, case, cp):
             model(*(x[:, own] for x in inputs))
 
 
-def peak(parallel=None, num_tiles=2000):
+def peak(parallel=None, num_tiles=1000):
     """Bytes that a step of fine-tuning holds at once, this rank's tiles included."""
     own = slice(None) if parallel is None else parallel.positions(num_tiles)
     cells = torch.cartesian_prod(torch.arange(1000), torch.arange(1000))[None, :num_tiles]
