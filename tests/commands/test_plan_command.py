@@ -11,7 +11,6 @@ from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.console import scaled
 from ring_dilated_attention.commands.hardware import Machine, as_toml, machine_of
 from ring_dilated_attention.commands.plan.picture import pairs_by_branch
-from ring_dilated_attention.forecast import meshes
 from ring_dilated_attention.forecast.call_cost import Exchange, PlannedCall, forecast
 from ring_dilated_attention.forecast.clock import Hardware, time_text
 from ring_dilated_attention.pattern import DilatedPattern
@@ -85,10 +84,10 @@ DENSE = "plan --seq-len 8Ki --segment-lengths 8Ki --dilation-rates 1 --hardware 
 def test_the_answer_in_words(line, said, then, monkeypatch, capsys):
     """What a model holds is made up here: other tests run one to weigh it, and that takes a second."""
 
-    def made_up(decoder, batch, num_positions, *_):
-        return {"kept": 10_000 * num_positions, "checkpointed": 5_000 * num_positions}
+    def made_up(decoder, batch, rows, *_):
+        return {"kept": 10_000 * rows, "checkpointed": 5_000 * rows}
 
-    monkeypatch.setattr(meshes, "weigh_activations", made_up)
+    monkeypatch.setattr("ring_dilated_attention.forecast.meshes.weigh_activations", made_up)
     out = " ".join(printed(capsys, *line.replace("MODEL", MODEL).split()).split())
     assert then in out.partition(said)[2]
     assert ("modelled step" in out) == line.endswith(" 16")  # not for more than 64 ranks

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from ring_dilated_attention.commands.plan.decoders import encoder_decoder, longnet_decoder
-from ring_dilated_attention.forecast import meshes
 from ring_dilated_attention.forecast.clock import Hardware
 from ring_dilated_attention.forecast.meshes import (
     Mesh,
@@ -34,19 +33,7 @@ from ring_dilated_attention.simulate.weighing import weigh_attention
 CONFIG = LongNetConfig(
     (64, 512), (1, 4), num_layers=4, embed_dim=64, num_heads=4, num_kv_heads=2, vocab_size=300
 )
-WEIGHED = cache(weigh_activations)
 HARDWARE = Hardware(1e12, 1e9, 1e-6, gpus_per_host=4, host_bytes_per_second=1e10)
-
-
-@cache
-def training():
-    return Training(longnet_decoder(CONFIG), CONFIG.pattern, 8192, 1, 4, "cpu")
-
-
-@pytest.fixture(autouse=True)
-def each_share_is_weighed_once(monkeypatch):
-    """Plans of the same model differ in memory and mesh. To weigh a share takes most of their time."""
-    monkeypatch.setattr(meshes, "weigh_activations", WEIGHED)
 
 
 def test_parameters_are_the_models():
@@ -100,13 +87,13 @@ def test_activations_are_those_of_a_step(make, num_positions, dtype, least, most
     attention = weigh_attention(plan_exchange("none", job, 0), sizes, "cpu")
     weighed = weigh_activations(decoder, 1, num_positions, dtype, attention)
     tokens = torch.randint(100, (1, num_positions))
-    for way, is_checkpointed in (("kept", False), ("checkpointed", True)):
-        *_, model, loss = make(is_checkpointed)
+    for way, planned in weighed.items():
+        *_, model, loss = make(way == "checkpointed")
         for parameter in model.to(dtype).parameters():
             parameter.grad = torch.zeros_like(parameter)
         with HeldByModel([tokens], attention) as held:
             loss(tokens).backward()
-        assert least <= weighed[way] / held.peak_bytes <= most
+        assert least <= planned / held.peak_bytes <= most
 
 
 def test_states_are_cut_over_ranks():
@@ -122,25 +109,24 @@ def test_all_meshes():
     assert list(map(str, all_meshes(8, 3))) == ["8x1", "4x2"]
 
 
-def test_meshes_are_ranked_by_tokens_per_second():
-    plans = ranked_meshes(training(), 4, HARDWARE, 1e12)
+def test_meshes_are_ranked_by_tokens_per_second(monkeypatch):
+    """Less memory takes slower ways, and more sharing. What a rank holds is weighed once for all plans."""
+    weigh = "ring_dilated_attention.forecast.meshes.weigh_activations"
+    monkeypatch.setattr(weigh, cache(weigh_activations))
+    job = Training(longnet_decoder(CONFIG), CONFIG.pattern, 8192, 1, 4, "cpu")
+    plans = ranked_meshes(job, 4, HARDWARE, 1e12)
     assert {plan.mesh for plan in plans} == set(all_meshes(4, 8192))
     speeds = [plan.tokens_per_second for plan in plans]
     assert speeds == sorted(speeds, reverse=True)
-    assert plans[0].mesh == Mesh(4, 1)  # nothing is sent but gradients
+    roomy = plans[0]
+    assert roomy.mesh == Mesh(4, 1)  # nothing is sent but gradients
     for plan in plans:
         assert plan.tokens_per_second == pytest.approx(plan.mesh.data * 8192 / plan.seconds)
         assert plan.activations == "kept"
-
-
-def test_less_memory_takes_slower_ways_and_more_sharing():
-    job = training()
-    roomy = plan_mesh(job, Mesh(4, 1), HARDWARE, 1e12)
-    tight = plan_mesh(job, Mesh(4, 1), HARDWARE, 0.7 * roomy.memory.total)
+    tight = plan_mesh(job, roomy.mesh, HARDWARE, 0.7 * roomy.memory.total)
     assert tight.fits
     assert tight.activations == "checkpointed"
     assert tight.tokens_per_second < roomy.tokens_per_second
-    too_little = tight.memory.total / 8
-    plans = ranked_meshes(job, 4, HARDWARE, too_little)
-    assert not next(plan for plan in plans if plan.mesh == Mesh(4, 1)).fits
+    plans = ranked_meshes(job, 4, HARDWARE, tight.memory.total / 8)
+    assert not next(plan for plan in plans if plan.mesh == roomy.mesh).fits
     assert plans[-1].fits <= plans[0].fits
