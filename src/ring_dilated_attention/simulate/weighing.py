@@ -41,6 +41,7 @@ from ..plan.step import (
 )
 from ..run import executor
 from ..run.executor import ExecutorOptions
+from ..run.views import accumulator_dtype
 from .measuring import Held
 
 # `_with_few_hops` shortens plans that have more than MOST_HOPS hops (exchanges with neighbours in a ring).
@@ -95,9 +96,7 @@ class MetaKernel:
     def forward(
         self, q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        lse_BHM = q_BHMD.new_empty(
-            q_BHMD.shape[:3], dtype=torch.promote_types(q_BHMD.dtype, torch.float32)
-        )
+        lse_BHM = q_BHMD.new_empty(q_BHMD.shape[:3], dtype=accumulator_dtype(q_BHMD.dtype))
         out_BHMD = _empty_like(q_BHMD)
         self._take_scratch(q_BHMD, k_BGLD, dout_BHMD=None)
         return out_BHMD, lse_BHM
