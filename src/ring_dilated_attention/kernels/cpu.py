@@ -39,9 +39,9 @@ def merging(query: Tensor) -> None:
 def takes_short_rows(dtype: torch.dtype) -> bool:
     """Whether the caller should pass 16-bit ("short") rows of this dtype without a copy to float32.
 
-    The result is True for bfloat16 if torch's attention can use the CPU's matrix unit (AMX), which should multiply
-    bfloat16 three times as fast as float32. The result is False for float16: whether float16 would be faster is not
-    known, and partials (out and lse of a tile) would be less exact. Untested: we had no CPU with AMX.
+    The result is True for bfloat16 if torch's attention can use the CPU's matrix unit (AMX). Then a forward in bfloat16
+    takes half the time of one in float32 (docs/decisions.md). The result is False for float16: whether float16 would be
+    faster is not known, and partials (out and lse of a tile) would be less exact.
     """
     if dtype != torch.bfloat16 or not torch.cpu._is_amx_tile_supported():
         return False
