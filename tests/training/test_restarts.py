@@ -38,16 +38,16 @@ from ring_dilated_attention.training.rank_launcher import LAUNCHER, RESTART, end
 from ring_dilated_attention.training.run_folder import count_start, own_folder
 from ring_dilated_attention.training.stop_request import StopRequest
 
-SIZE = Size(steps=36, timeout=4, restarts=9)
+SIZE = Size(steps=26, timeout=4, restarts=9)
 # By launcher: a fault, and after how many steps it strikes. Between two of them a checkpoint is written.
 FAULTS = {
-    "rda": {"agent": 6, "two": 11, "writing": 16, "restarting": 21, "stop": 26, "disk": 31},
-    "torchrun": {"worker": 6, "rank 0": 11, "agent": 16},
+    "rda": {"agent": 4, "two": 7, "writing": 10, "restarting": 13, "stop": 16, "disk": 19},
+    "torchrun": {"worker": 4, "rank 0": 7, "agent": 10},
 }
 
 
 def slow_writes_and_short_waits():
-    """A checkpoint of 36 steps is written within milliseconds: a fault may come too late each time. A rank that is
+    """A checkpoint is written within milliseconds: a fault may come too late each time. A rank that is
     stopped is ended after all waits."""
     finish = checkpoint._finish
 
@@ -62,7 +62,8 @@ def slow_writes_and_short_waits():
 
 def new_job(launcher="rda", change=int, **size):
     Path("text.txt").write_bytes(TEXT)
-    return Job(launcher, SIZE._replace(**size), partial(ForkedLauncher, change=change))
+    start = partial(ForkedLauncher, change=change)
+    return Job(launcher, SIZE._replace(**size), start, "--save-every", "3")
 
 
 @contextmanager
