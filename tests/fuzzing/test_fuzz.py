@@ -6,18 +6,20 @@ from fuzz import KINDS, fuzz
 from fuzz_oracle import why_off
 
 SEED = 20251122
+# Of slow kinds. Those of `ranks` are where all its nine outcomes lie close together: calls, refusals and means of two,
+# three and four ranks.
 FEWER = {
-    "simulated": 50,
-    "ranks": 48,
-    "commands": 40,
-    "caches": 50,
-    "torchscale": 40,
+    "simulated": range(50),
+    "ranks": range(1813, 1837),
+    "commands": range(20),
+    "caches": range(50),
+    "torchscale": range(40),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_found(kind):
-    found = fuzz(kind, SEED, range(FEWER.get(kind, 100)))
+    found = fuzz(kind, SEED, FEWER.get(kind, range(100)))
     assert not found.failures
     assert len(found.outcomes) > 2  # cases of several sorts, and not 100 times the same refusal
 
