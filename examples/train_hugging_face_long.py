@@ -41,7 +41,7 @@ for step in range(1, options.steps + 1):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if dist.get_rank() == 0 and (step == 1 or step % 10 == 0):
+    if dist.get_rank() == 0 and (step == 1 or step % 5 == 0):
         print(f"step {step}: loss {loss.item():.3f}", flush=True)
 sharded.remove()  # whole sequences again, for generation
 if dist.get_rank() == 0:

@@ -36,8 +36,8 @@ CASES = {
 # tensors, and are not rehearsed so. `make test` runs these alone, and `make examples` all at their size. Their ranks
 # are forked from a process that has imported what they need. `make examples` starts them by torchrun.
 TOY = {
-    "train_fsdp2": (("--seq-len", "128", "--steps", "15", "--checkpoints", "saved"), "gloo"),
-    "train_hugging_face_long": (("--seq-len", "4096", "--steps", "20"), LIKE_NCCL),
+    "train_fsdp2": (("--seq-len", "128", "--steps", "10", "--checkpoints", "saved"), "gloo"),
+    "train_hugging_face_long": (("--seq-len", "4096", "--steps", "10"), LIKE_NCCL),
 }
 preload("torch.distributed.fsdp", "torch.distributed.checkpoint")
 
@@ -107,7 +107,7 @@ def test_runs_in_a_minute(example, tmp_path):
         words = ("--seq-len", "128", "--steps", "5", "--checkpoints", "saved")
         # goes on with the parts of four ranks
         output += run(3, rank_runs, example, words, "gloo", tmp_path, seconds=200)[0]
-        assert "wrote saved/step-000020" in output
+        assert "wrote saved/step-000015" in output
     losses = [float(x) for x in re.findall(r"loss'?:? '?([\d.]+)", output)]
     assert len(losses) >= 3
     assert losses[-1] < losses[0] - 0.3
