@@ -332,7 +332,9 @@ def strike(job, kind, moment, rng):
         before = set(job.known)
         if not job.wait_until(lambda: set(job.ranks()) - before):
             return False
-        time.sleep(rng.uniform(0, 0.6 * job.size.timeout))
+        # Soon after they begin: a run that is fast would otherwise be at its end, and never be struck again.
+        soon = partial(is_running, job, newest_step() + 5)
+        job.wait_until(soon, rng.uniform(0, 0.6 * job.size.timeout))
         new = sorted(set(job.ranks()) - before)
         if not new or rng.random() < 0.3:
             job.lose_head(rng)

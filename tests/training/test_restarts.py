@@ -17,14 +17,7 @@ import pytest
 import torch.distributed as dist
 from distributed import START
 from forked import ForkedLauncher
-from restart_trials import (
-    TEXT,
-    Job,
-    Size,
-    is_running,
-    run_trial,
-    whole_result,
-)
+from restart_trials import TEXT, Job, Size, is_running, run_trial, whole_result
 from torch.distributed.elastic.multiprocessing.api import PContext
 
 from ring_dilated_attention.commands import train
@@ -38,7 +31,7 @@ from ring_dilated_attention.training.rank_launcher import LAUNCHER, RESTART, end
 from ring_dilated_attention.training.run_folder import count_start, own_folder
 from ring_dilated_attention.training.stop_request import StopRequest
 
-SIZE = Size(steps=26, timeout=4, restarts=9)
+SIZE = Size(26, timeout=4, restarts=9)
 # By launcher: a fault, and after how many steps it strikes. Between two of them a checkpoint is written.
 FAULTS = {
     "rda": {"agent": 4, "two": 7, "writing": 10, "restarting": 13, "stop": 16, "disk": 19},
@@ -63,7 +56,7 @@ def slow_writes_and_short_waits():
 def new_job(launcher="rda", change=int, **size):
     Path("text.txt").write_bytes(TEXT)
     start = partial(ForkedLauncher, change=change)
-    return Job(launcher, SIZE._replace(**size), start, "--save-every", "3")
+    return Job(launcher, SIZE._replace(**size), start, "--save-every=3")
 
 
 @contextmanager
@@ -95,7 +88,7 @@ def test_one_of_each_fault(launcher, ranks_at_last, whole):
     within 1 %."""
     job = new_job(launcher, change=slow_writes_and_short_waits)
     trial = run_trial(FAULTS[launcher], job, random.Random(0), whole, ranks_at_last)
-    assert trial.complaints == [], "\n".join(trial.complaints)
+    assert not trial.complaints, "\n".join(trial.complaints)
     assert trial.outcome == "the same command went on"
     assert "rda train: restart 1 of 9 from run/checkpoint-0000" in job.said.read_text()
 

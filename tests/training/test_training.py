@@ -149,14 +149,14 @@ def test_resumed_run_equals_uninterrupted_to_the_bit(tmp_path):
 
 def test_loss_falls_below_that_of_byte_frequencies(tmp_path):
     """Byte frequencies alone give 4.1 bits on this text; what is less was learned from context."""
-    records = {}
+    first = {}
     for dtype, stop in ((None, StopAfter(5)), ("float32", NEVER), ("bfloat16", NEVER)):
         sizes = {"steps": 60, "seq_len": 96, "learning_rate": 2e-2, "dtype": dtype}
-        records[dtype] = train(tiny_run(tmp_path / str(dtype), **sizes), ContextParallel(), stop)
-        assert abs(records[dtype]["bits_per_byte"][0] - 8) < 0.2
-    usual, *others = (records[dtype]["bits_per_byte"][:5] for dtype in records)
-    assert usual == others[0] != others[1]
-    assert max(records[x]["held_out_bits_per_byte"] for x in ("float32", "bfloat16")) < 2
+        record = train(tiny_run(tmp_path / str(dtype), **sizes), ContextParallel(), stop)
+        first[dtype] = record["bits_per_byte"][:5]
+        assert abs(first[dtype][0] - 8) < 0.2
+        assert dtype is None or record["held_out_bits_per_byte"] < 2
+    assert first["bfloat16"] != first["float32"] == first[None]
 
 
 @pytest.mark.parametrize(
