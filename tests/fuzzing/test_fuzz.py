@@ -7,9 +7,9 @@ from fuzz_oracle import why_off
 
 SEED = 20251122
 # Of slow kinds. Those of `ranks` are where all its nine outcomes lie close together: calls, refusals and means of two,
-# three and four ranks.
+# three and four ranks. Of `commands` the last one notices an error of the system that nobody catches.
 FEWER = dict.fromkeys(("simulated", "caches", "torchscale"), range(50))
-FEWER |= {"ranks": range(1813, 1837), "commands": range(20)}
+FEWER |= {"ranks": range(1813, 1837), "commands": range(22)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
