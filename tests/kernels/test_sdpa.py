@@ -154,7 +154,15 @@ def test_the_choice_by_torchs_own_switches(gpu):
 @pytest.mark.parametrize("has_dlse", [False, True])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "num_rows", "batch"),
-    [(16, 16, 1_050_624, 1), (16, 2, 1_050_624, 1), (16, 16, 2**20, 1), (16, 16, 2**19, 3)],
+    [
+        (16, 16, 1_050_624, 1),
+        (16, 2, 1_050_624, 1),
+        # query heads that share a key, and a batch, that are too large together
+        (16, 1, 1_050_624, 1),
+        (1, 1, 2**19, 64),
+        (16, 16, 2**20, 1),
+        (16, 16, 2**19, 3),
+    ],
 )
 def test_no_call_of_a_backward_is_too_large(
     gpu, num_heads, num_kv_heads, num_rows, batch, has_dlse

@@ -107,6 +107,19 @@ def test_a_call(gathering, name, sharding, num_ranks):
     )
 
 
+@pytest.mark.parametrize("is_gathered", [False, True])
+@pytest.mark.parametrize("name", ["causal", "shared keys", "one head of keys"])
+def test_calls_of_one_head_and_segment(gathering, monkeypatch, name, is_gathered):
+    """Catches gradients of a key that query heads in calls of their own overwrite, or leave out."""
+    call, more = CALLS[name]
+    expected = results(*call, **more)
+    if is_gathered:
+        gathering()
+    few_rows = cpu.TRAITS._replace(packing=None, most_rows=lambda head_dim, has_dlse: 1)
+    monkeypatch.setattr(cpu, "TRAITS", few_rows)
+    torch.testing.assert_close(results(*call, **more), expected, rtol=1e-12, atol=1e-12)
+
+
 def test_appending_to_a_cache(gathering):
     """Catches partials of cached rows that are not merged with those of new rows."""
     pattern = DilatedPattern((8, 37), (1, 3), is_causal=True)

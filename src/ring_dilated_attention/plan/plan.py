@@ -73,6 +73,20 @@ class Tile(NamedTuple):
             for lo in range(0, num_kv_heads, heads):
                 yield self._replace(query=q, key=k).of_heads(lo, min(lo + heads, num_kv_heads))
 
+    def split_shared(self, most: int) -> Iterator["Tile"]:
+        """Split the tile so that in each part at most `most` query heads share a key/value head."""
+        num_kv_heads = len(self.key.heads)
+        ratio = len(self.query.heads) // num_kv_heads
+        if ratio <= most:
+            yield self
+            return
+        for head in range(num_kv_heads):
+            of_head = self.of_heads(head, head + 1)
+            for lo in range(0, ratio, most):
+                query = of_head.query.of_heads(lo, min(lo + most, ratio))
+                # Only the first part writes the gradients of the keys. The others add to them.
+                yield of_head._replace(query=query, first_key=self.first_key and lo == 0)
+
     def of_heads(self, lo: int, hi: int) -> "Tile":
         """The part of the tile with key/value heads lo..hi-1 and the query heads that share them."""
         ratio = len(self.query.heads) // len(self.key.heads)

@@ -425,27 +425,36 @@ class _Maker:
             # One call can take all batch entries if all segments are equally far apart in memory, across batch entries
             # too. This is so if the call's segments fill an entry.
             fills = self.plan.num_rows == rows.segments * rows.segment_step
-            if facts.batch == 1 or rows.segments == 1 or (facts.folds and fills):
+            is_one_stride = rows.segments == 1 or (facts.folds and fills)
+            if facts.batch == 1 or (is_one_stride and self.takes(call, facts.batch)):
                 yield call, None
             else:
                 for entry in range(facts.batch):
                     yield call, entry
 
     def calls_of_size(self, tile: Tile) -> Iterator[Tile]:
-        """Split a tile along segments and heads into calls of at most `CallFacts.most_rows` query rows."""
+        """Split a tile into calls of at most `CallFacts.most_rows` query rows: along segments and key/value heads, and
+        if that is not enough, along batch entries (`calls`) and then along query heads that share a key/value head."""
+        batch = self.facts.batch
         most_rows = self.facts.most_rows
-        if most_rows is None or self.stage == "forward":
+        if most_rows is None or self.takes(tile, batch):
             yield tile
             return
 
-        query = tile.query
-        padded_rows = query.num_rows + -query.num_rows % steps.ROW_BLOCK
         # `most_heads`: how many query heads a call may have. A head in n segments counts as n heads.
-        most_heads = max(most_rows // (padded_rows * self.facts.batch), 1)
-        if len(query.heads) * query.segments <= most_heads:
-            yield tile
-        else:
-            yield from tile.split(most_heads * max(query.num_rows, tile.key.num_rows), 1)
+        most_heads = most_rows // (padded_rows(tile) * batch)
+        if most_heads < len(tile.query.heads) // len(tile.key.heads):
+            most_heads = max(most_rows // padded_rows(tile), 1)
+        for part in tile.split_shared(most_heads):
+            yield from part.split(most_heads * max(part.query.num_rows, part.key.num_rows), 1)
+
+    def takes(self, tile: Tile, batch: int) -> bool:
+        """Whether one call takes this tile of `batch` batch entries (`CallFacts.most_rows`)."""
+        most_rows = self.facts.most_rows
+        if most_rows is None or self.stage == "forward":
+            return True
+        num_heads = len(tile.query.heads) * tile.query.segments
+        return num_heads * padded_rows(tile) * batch <= most_rows
 
     def copied(self, tile: Tile, keys: str) -> tuple[str, ...]:
         """The names of the tensors whose rows are copied before the kernel reads them. `step.Packing` says when."""
@@ -501,3 +510,9 @@ class _Maker:
 def _slices(name: str, messages: Iterable[Message]) -> tuple[BufferSlice, ...]:
     """The slices of the buffer `name` in which messages lie, each at the message's offset."""
     return tuple(BufferSlice(name, message.offset, message) for message in messages)
+
+
+def padded_rows(tile: Tile) -> int:
+    """The query rows of one head and segment, rounded up to a multiple of ROW_BLOCK."""
+    num_rows = tile.query.num_rows
+    return num_rows + -num_rows % steps.ROW_BLOCK

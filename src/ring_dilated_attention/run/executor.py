@@ -23,7 +23,7 @@ tile's tensors B counts every segment of every batch entry.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -402,25 +402,19 @@ class _Executor:
         if self.columns is not None:
             width += self.columns[0].shape[-1]
 
-        tiles: list[TileRows] = []
+        multiple = self.merging.lse_multiple
+        shapes: list[tuple[int, int, int]] = []  # of each tile's lse
         for tile, entry in step.calls:
             rows = tile.query
-            num_heads = len(rows.heads)
-            num_rows = rows.num_rows
             batch = rows.segments * (self.batch if entry is None else 1)
+            shapes.append((batch, len(rows.heads), rows.num_rows + -rows.num_rows % multiple))
 
-            sizes = (2, batch, num_rows, num_heads, width)
-            dout, out = (
-                out_BNHD.new_empty(sizes).transpose(2, 3).unbind()
-            )  # (B, H, M, D or more) each
-
-            # The kernel reads lse in blocks of `lse_multiple` rows. Fill the end of the last block with inf, so that
-            # exp(score - lse) is 0 there.
-            added_rows = -num_rows % self.merging.lse_multiple
-            lse = lse_BNH.new_empty((batch, num_heads, num_rows + added_rows))
-            if added_rows:
-                lse[..., num_rows:] = torch.inf
-
+        tiles: list[TileRows] = []
+        for (tile, entry), lse in zip(step.calls, _full_of_inf(shapes, lse_BNH), strict=True):
+            rows = tile.query
+            batch, num_heads, _ = lse.shape
+            sizes = (2, batch, rows.num_rows, num_heads, width)
+            dout, out = out_BNHD.new_empty(sizes).transpose(2, 3).unbind()
             self.laid_out.append((dout, out, lse))
             tiles.append(TileRows(rows, entry, (dout, out, lse)))
 
@@ -546,6 +540,22 @@ class _Executor:
 
         dtype = self.sum_dtype if step.name == "lse" else self.dtype
         self.alive[step.name] = self.alive[step.name].to(dtype)
+
+
+def _full_of_inf(shapes: Sequence[tuple[int, int, int]], like: Tensor) -> Iterator[Tensor]:
+    """Tensors (B, H, M) full of inf. A kernel reads lse in blocks of `Merging.lse_multiple` rows. Rows that are not
+    written stay inf, for which exp(score - lse) is 0.
+
+    The tensors are views of one tensor, so that one kernel fills all of them.
+    """
+    starts = [0]
+    for shape in shapes:
+        size = math.prod(shape)
+        starts.append(starts[-1] + size + -size % 32)  # each begins at a multiple of 128 bytes
+    whole = like.new_full(starts[-1:], torch.inf)
+    for (batch, num_heads, num_rows), start in zip(shapes, starts, strict=False):
+        strides = (num_heads * num_rows, num_rows, 1)
+        yield whole.as_strided((batch, num_heads, num_rows), strides, start)
 
 
 def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:
