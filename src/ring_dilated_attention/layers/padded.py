@@ -58,7 +58,7 @@ class AllRows:
         ends = torch.stack([padding_starts_B, starts_B + self.num_positions + 1], dim=1)
         self.cu_seqlens = F.pad(ends.flatten(), (1, 0)).to(torch.int32)
         self.positions_N = torch.arange(self.num_positions, device=x_BNE.device)
-        is_padding_BN = self.positions_N >= lengths_B.to(x_BNE.device)[:, None]
+        is_padding_BN = self.positions_N >= on_device(lengths_B, x_BNE.device)[:, None]
         self.is_padding_BN1 = is_padding_BN[..., None]
 
     def pack(self, x_BNE: Tensor) -> Tensor:
