@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ring_dilated_attention import dilated_attention
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.ranks.reshard import own_rows
-from ring_dilated_attention.reference import multiplicity
+from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 
 ROOT = Path(__file__).parents[1]  # of the clone
 # Options that change no graph. Vectors and precompiled headers take inductor some twenty seconds where its cache is
@@ -117,14 +118,40 @@ def words(capsys, *argv):
     return " ".join(capsys.readouterr().out.split())
 
 
+def compare(inputs, pattern, *, dout=None, dlse=None, scale=None, sinks=None, tolerance=1e-11):
+    """Value, lse and gradients equal the definition's, which is computed in float64."""
+    dout = torch.randn_like(inputs[0]) if dout is None else dout
+    dlse = torch.randn_like(inputs[0][..., 0]) if dlse is None else dlse
+    wanted = inputs if sinks is None else [*inputs, sinks]
+
+    def run(function, dtype, name_of_sinks, **kwargs):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in wanted]  # keeps the strides
+        if sinks is not None:
+            kwargs[name_of_sinks] = leaves[3]
+        out, lse = function(*leaves[:3], pattern, scale=scale, **kwargs)
+        grads = torch.autograd.grad([out, lse], leaves, [dout.to(dtype), dlse.to(dtype)])
+        return [out.detach(), lse.detach(), *grads]
+
+    expected = run(dilated_attention_reference, torch.float64, "sinks_H")
+    actual = run(dilated_attention, inputs[0].dtype, "sinks", return_lse=True)
+    # float64 rounds at 2e-16; scores here are below 100 and sums have below 1,000 terms
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
+    return actual
+
+
 @contextmanager
-def poisoned_memory():
-    """torch.empty gives NaN: whatever is read before it is written shows."""
-    torch.use_deterministic_algorithms(True)
+def poisoned_memory(*, warn_only=False):
+    """torch.empty gives NaN: whatever is read before it is written shows.
+
+    warn_only: torch fills memory all the same, but may take ops that are not deterministic, as it does by default.
+    """
+    before = torch.get_deterministic_debug_mode()  # 0: none, 1: it warns, 2: it raises
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before > 0, warn_only=before == 1)
 
 
 def free_port():

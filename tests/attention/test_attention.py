@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from fuzz_calls import try_call
 from fuzz_oracle import STRIDES
-from helpers import keys_seen, randn, relative_error
+from helpers import compare, keys_seen, randn, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -37,28 +37,6 @@ def test_the_poison_works():
     """Proof that the fixture does something: without it, most of these tests would not see uninitialised memory."""
     assert torch.empty(1000).isnan().all()
     assert torch.empty(7, dtype=torch.bfloat16).isnan().all()
-
-
-def compare(inputs, pattern, *, dout=None, dlse=None, scale=None, sinks=None, tolerance=1e-11):
-    """Value, lse and gradients equal the definition's, which is computed in float64."""
-    dout = torch.randn_like(inputs[0]) if dout is None else dout
-    dlse = torch.randn_like(inputs[0][..., 0]) if dlse is None else dlse
-    wanted = inputs if sinks is None else [*inputs, sinks]
-
-    def run(function, dtype, name_of_sinks, **kwargs):
-        leaves = [x.detach().to(dtype).requires_grad_() for x in wanted]  # keeps the strides
-        if sinks is not None:
-            kwargs[name_of_sinks] = leaves[3]
-        out, lse = function(*leaves[:3], pattern, scale=scale, **kwargs)
-        grads = torch.autograd.grad([out, lse], leaves, [dout.to(dtype), dlse.to(dtype)])
-        return [out.detach(), lse.detach(), *grads]
-
-    expected = run(dilated_attention_reference, torch.float64, "sinks_H")
-    actual = run(dilated_attention, inputs[0].dtype, "sinks", return_lse=True)
-    # float64 rounds at 2e-16; scores here are below 100 and sums have below 1,000 terms
-    for x, y in zip(actual, expected, strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
-    return actual
 
 
 @settings(max_examples=200, deadline=None)

@@ -3,13 +3,14 @@
     python -m pytest tests/kernels/test_cuda.py -rs    on a machine with one; -rs says why something was skipped
 
 Without a GPU the CPU's kernel stands in: a rehearsal, which finds the mistakes of this file itself. Uninitialised
-memory is filled with NaN throughout.
+memory is filled with NaN throughout, in the mode of torch that only warns of ops that are not deterministic: the strict
+mode drops cuDNN's op, which is the default for 16 bits on some GPUs.
 """
 
 import pytest
 import torch
 from fuzz_oracle import STRIDES
-from helpers import relative_error
+from helpers import compare, poisoned_memory, relative_error
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,8 +23,8 @@ from ring_dilated_attention import (
     simulate,
 )
 from ring_dilated_attention.attention import attention
-from ring_dilated_attention.commands import check
-from ring_dilated_attention.commands.errors import Case, measure, measure_cached, tolerances, worst
+from ring_dilated_attention.commands import check, errors
+from ring_dilated_attention.commands.errors import Case, measure, measure_cached, worst
 from ring_dilated_attention.kernels import choose
 from ring_dilated_attention.ranks.call import Call
 from ring_dilated_attention.run import dilated_cache
@@ -33,10 +34,7 @@ DEVICE, BACKEND = ("cuda", "sdpa") if HAS_GPU else ("cpu", "cpu")
 
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU, and torch sees none")
 # What compilers and drivers of a new machine warn of is not known beforehand.
-pytestmark = [
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.usefixtures("nan_in_new_memory", "seeded"),
-]
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("seeded")]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (16, 24, 48, 64, 96, 128, 256) if HAS_GPU else (16, 24)
@@ -47,10 +45,13 @@ N, SHORT, LONG = (419, 64, 3001) if HAS_GPU else (37, 8, 61)
 
 @pytest.fixture(autouse=True)
 def served():
-    """From compute capability 8.0 on, "sdpa" must serve: else tests would pass because they were skipped."""
+    """From compute capability 8.0 on, "sdpa" must serve: else tests would pass because they were skipped. A test that
+    changes torch's mode does so for itself alone."""
     if HAS_GPU and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 0):
         assert choose.reasons(make(1, 1, 1, 16))["sdpa"] is None
     require(MAIN)
+    with poisoned_memory(warn_only=True):
+        yield
 
 
 def require(dtype):
@@ -67,9 +68,10 @@ def assert_right(case, dtype, parallel=None, *, through_lse=True):
     assert found.passed, found
 
 
-def assert_equal(found, expected):
+def assert_same(found, expected):
+    """Equal but for rounding: unless torch's mode is strict, its ops add the terms of a gradient in any order."""
     for x, y in zip(found, expected, strict=True):
-        assert torch.equal(x, y)
+        assert relative_error(x, y) <= errors.FLOOR_ON_GPU[x.dtype]
 
 
 def make(*shape, dtype=MAIN):
@@ -116,13 +118,28 @@ FEATURES = [
     ),
     Case("segments longer than all", DilatedPattern((10**6, 2 * 10**6), (1, 5), is_causal=True), N, 1, 4, 4, 64),
     Case("two positions", DilatedPattern((2, 7), (1, 2)), 2, 1, 2, 2, 64),
+    *(
+        Case("window", DilatedPattern.sliding(SHORT, is_causal=is_causal), N, 1, 4, 2, 64)
+        for is_causal in (False, True)  # Without causality a window is centred.
+    )
 ]  # fmt: skip
+# Torch has other ops for 16 bits than for 32.
+both_widths = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
+@both_widths
 @pytest.mark.parametrize("case", FEATURES, ids=lambda case: case.name)
-def test_every_feature(case):
+def test_every_feature(case, dtype):
     """Catches a feature of the definition that a kernel has wrong."""
-    assert_right(case, MAIN)
+    assert_right(case, dtype)
+
+
+@both_widths
+def test_sinks(dtype):
+    """Catches sinks that get no gradient, or that of another head, and an lse whose gradient gets lost on its way."""
+    inputs = make_inputs(dtype=dtype)[0]
+    # This is 7e-5 in 32 bits and 0.05 in bfloat16. It holds for each number, so it is wider than for a norm.
+    compare(inputs, PATTERN, sinks=make(4, dtype=dtype), tolerance=torch.finfo(dtype).eps ** 0.6)
 
 
 @pytest.mark.parametrize("op", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
@@ -131,11 +148,9 @@ def test_every_feature(case):
 @pytest.mark.parametrize(("head_dim", "through_lse"), [(33, True), (64, True), (128, False)])
 def test_each_of_torchs_ops(op, dtype, head_dim, through_lse):
     """Catches an op that is called by the contract of another, and what stand-ins get wrong about it (test_sdpa.py)."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # else cuDNN's refuses
     with sdpa_kernel(getattr(SDPBackend, op)):
         for pattern in (PATTERN, DilatedPattern((50, 33), (3, 2))):
-            case = Case("op", pattern, N, 2, 4, 2, head_dim)
-            assert_right(case, dtype, through_lse=through_lse)
+            assert_right(Case("op", pattern, N, 2, 4, 2, head_dim), dtype, through_lse=through_lse)
 
 
 @pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
@@ -158,18 +173,17 @@ def test_strides_make_no_difference(arrange):
     found = both_ways([arrange(inputs[0]), *inputs[1:]], dout, PATTERN)
     found += both_ways(list(map(arrange, inputs)), arrange(dout), PATTERN)
     # the CPU's kernel adds in another order where rows are not aligned
-    expected = 2 * both_ways(inputs, dout, PATTERN)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_same(found, 2 * both_ways(inputs, dout, PATTERN))
 
 
 def test_run_to_run():
     """Catches a race, and sums in an order that changes. Torch's own ops promise an order only under its flag."""
-    torch.use_deterministic_algorithms(True)
     inputs, dout = make_inputs(LONG, batch=2)
     pattern = DilatedPattern((SHORT, LONG), (1, 3), is_causal=True)
-    expected = both_ways(inputs, dout, pattern)
-    for _ in range(3 if HAS_GPU else 1):
-        assert_equal(both_ways(inputs, dout, pattern), expected)
+    with poisoned_memory():
+        expected = both_ways(inputs, dout, pattern)
+        for _ in range(3):
+            assert all(map(torch.equal, both_ways(inputs, dout, pattern), expected))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
@@ -195,16 +209,13 @@ def test_no_positions():
 
 def test_more_segments_than_a_grid_has_blocks():
     """Catches segments on an axis of the grid that ends at 65,535."""
-    seq_len = 2 * 65_537 + 1 if HAS_GPU else 2 * 37 + 1
+    seq_len = 2 * (65_537 if HAS_GPU else 37) + 1
     inputs, dout = make_inputs(seq_len, (1, 1, 1), 16)
     pattern = DilatedPattern((2,), (1,))
-    expected = both_ways([x.cpu() for x in inputs], dout.cpu(), pattern, "cpu")
-    allowed = tolerances(Case("pairs", pattern, 64, 1, 1, 1, 16), MAIN, DEVICE)
-    for name, x, y in zip(
-        ("out", "dq", "dk", "dv"), both_ways(inputs, dout, pattern), expected, strict=True
-    ):
-        # each may be off by its tolerance
-        assert relative_error(x.cpu(), y) <= 2 * allowed[name], name
+    on_cpu = both_ways([x.cpu() for x in inputs], dout.cpu(), pattern, "cpu")
+    for x, y in zip(both_ways(inputs, dout, pattern), on_cpu, strict=True):
+        # Both sides round the weights and the result.
+        assert relative_error(x.cpu(), y) <= 2 * torch.finfo(MAIN).eps
 
 
 @needs_gpu
@@ -222,8 +233,7 @@ def test_rows_far_apart():
     for x, y in zip(far, [*near, near_dout], strict=True):
         x.copy_(y)
     pattern = DilatedPattern((20, 7), (1, 2), is_causal=True)
-    expected = both_ways(near, near_dout, pattern)
-    assert_equal(both_ways(far[:3], far[3], pattern), expected)
+    assert_same(both_ways(far[:3], far[3], pattern), both_ways(near, near_dout, pattern))
 
 
 # Streams, graphs, compilation.
@@ -243,7 +253,7 @@ def test_the_current_stream():
             x.copy_(y)
         found = both_ways(late[:3], late[3], PATTERN)
     stream.synchronize()
-    assert_equal(found, expected)
+    assert_same(found, expected)
 
 
 @pytest.mark.skipif(
@@ -255,7 +265,7 @@ def test_another_device_than_the_current():
     expected = both_ways(inputs, dout, PATTERN)
     with torch.cuda.device(0):
         found = both_ways([x.to("cuda:1") for x in inputs], dout.to("cuda:1"), PATTERN)
-    assert_equal([x.to(DEVICE) for x in found], expected)
+    assert_same([x.to(DEVICE) for x in found], expected)
 
 
 @needs_gpu
@@ -284,7 +294,7 @@ def test_a_graph_replays_both_ways():
             for x in (*leaves, dout):
                 x.copy_(torch.randn_like(x))
         graph.replay()
-        assert_equal([x.clone() for x in captured], call())
+        assert_same(captured, call())
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
@@ -305,12 +315,9 @@ def test_compiled_whole(compiler):
     for run in (function, torch.compile(function, fullgraph=True, backend=compiler)):
         leaves = [x.clone().requires_grad_() for x in inputs]
         results.append(torch.autograd.grad(run(*leaves), leaves))
-    allowed = 0.0 if compiler == "aot_eager" else torch.finfo(MAIN).eps
-    for x, y in zip(*results, strict=True):
-        assert relative_error(x, y) <= allowed
+    assert_same(*results)
 
 
-@pytest.mark.filterwarnings("default")  # torch's own checks warn of their own internals
 def test_operators_pass_the_checks_of_torch():
     """Catches wrong fakes (strides too), aliased outputs and inputs that are changed."""
     pattern = DilatedPattern((8, 24), (1, 2), is_causal=True)
@@ -368,13 +375,15 @@ def test_a_sequence_token_by_token():
 @needs_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_auto_takes_what_it_explains(dtype):
-    """Catches an explanation of another choice, and a backend without a reason."""
+    """Catches an explanation of another choice, a backend without a reason, and tests of this file that run other ops
+    than calls do by default."""
     inputs, dout = make_inputs(dtype=dtype)
     found = explain(*inputs, PATTERN)
     assert found.kernel.partition(" ")[0] == BACKEND  # of "sdpa (flash)", say
     assert set(choose.BACKENDS) <= found.reasons.keys()
-    expected = both_ways(inputs, dout, PATTERN)
-    assert_equal(both_ways(inputs, dout, PATTERN, "auto"), expected)
+    assert_same(both_ways(inputs, dout, PATTERN, "auto"), both_ways(inputs, dout, PATTERN))
+    torch.use_deterministic_algorithms(False)
+    assert explain(*inputs, PATTERN).kernel == found.kernel
 
 
 @needs_gpu
@@ -388,4 +397,5 @@ def test_autocast():
     grads = torch.autograd.grad(out, leaves, dout.bfloat16())
     assert all(x.dtype == torch.float32 for x in grads)
     expected = both_ways([x.bfloat16() for x in inputs], dout.bfloat16(), PATTERN)
-    assert_equal([out.bfloat16(), *grads], [expected[0], *(x.float() for x in expected[1:])])
+    # The gradients were computed in 16 bits, and are compared with what that precision allows.
+    assert_same([x.bfloat16() for x in (out, *grads)], expected)
