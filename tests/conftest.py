@@ -11,6 +11,7 @@ import sys
 from contextlib import suppress
 
 import pytest
+from hypothesis import settings
 from order import dealt
 
 # A shell starts what runs in the background with Ctrl-C ignored, and so would be all that tests start.
@@ -24,6 +25,14 @@ with suppress(AttributeError, OSError):  # not on Linux, or not allowed
 
 # Nearly all that imports and tests make lives on. By default Python looks for garbage in it after every 700 objects.
 gc.set_threshold(10_000, 10, 10)
+
+
+def pytest_configure(config):
+    """Hypothesis draws the same cases each time, unless FUZZ is set, as by `make fuzz`, or a seed is given, which it
+    would ignore. Before the tests are imported, whose own settings begin with these."""
+    if not (os.environ.get("FUZZ") or config.getoption("--hypothesis-seed", None)):
+        settings.register_profile("fixed", derandomize=True, database=None)
+        settings.load_profile("fixed")
 
 
 @pytest.hookimpl(trylast=True)
