@@ -49,17 +49,17 @@ ENDS = {NO_END, DIED}
 
 
 class Verdict(NamedTuple):
-    """What tests make of a mutant. cases: how many have failed; `Mutant.enough`, if they did not end, or died."""
+    """What tests make of a mutant."""
 
     group: str
     mutant: Mutant
-    cases: int
-    failed: tuple[str, ...]  # the cases that failed, in their order; or why there are none
+    # The cases that failed, in their order, and then why the tests came to no end: that counts as one case.
+    failed: tuple[str, ...]
     seconds: float
 
     @property
-    def first(self) -> str:
-        return self.failed[0] if self.failed else ""
+    def cases(self) -> int:
+        return len(self.failed)
 
     @property
     def is_noticed(self) -> bool:
@@ -68,7 +68,8 @@ class Verdict(NamedTuple):
     def __str__(self) -> str:
         mark = "" if self.is_noticed else "  NOT ENOUGH"
         text = f"{self.cases} of {self.mutant.enough} cases{mark}  {self.mutant.file}: {self.mutant.idea}"
-        return f"{text}\n      {self.first or 'no test failed'}, {self.seconds:.0f} s"
+        noticed_by = "\n      ".join(self.failed or ["no test failed"])
+        return f"{text}\n      {noticed_by}, {self.seconds:.0f} s"
 
     @property
     def row(self) -> Row:
@@ -78,7 +79,7 @@ class Verdict(NamedTuple):
         return about | {
             "cases": self.cases,
             "enough": mutant.enough,
-            "first": self.first,
+            "noticed_by": list(self.failed),
             "seconds": seconds,
         }
 
@@ -109,20 +110,20 @@ def judged(group: str, mutant: Mutant, source: Path) -> Verdict:
         path.write_text(original)
         os.utime(path, (before, before))
     seconds = time.monotonic() - began
-    cases = mutant.enough if set(failed) & ENDS else len(failed)
-    return Verdict(group, mutant, cases, tuple(failed), seconds)
+    return Verdict(group, mutant, tuple(failed), seconds)
 
 
 def failed_cases(
     tests: Sequence[str], most: int, source: Path, seconds: float = MOST_SECONDS
 ) -> list[str]:
-    """Run tests until so many cases have failed. Returns their names, or one of ENDS if pytest came to no end."""
+    """Run tests until so many cases have failed. Returns their names, and then one of ENDS if pytest came to no end."""
     environment = os.environ | {"PYTHONPATH": str(source / "src")}
     if any(test.startswith(TRITON) for test in tests):
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=no"]
     command += ["-p", "no:cacheprovider", "-p", "tests.mutants.quick"]
     command += [f"--maxfail={most}", "--continue-on-collection-errors"]
+    end = []
     with tempfile.NamedTemporaryFile("r") as noted, tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
             [*command, *tests],
@@ -135,17 +136,17 @@ def failed_cases(
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            return [NO_END]
+            code, end = 1, [NO_END]
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # with the ranks that it started
                 process.wait()
         if code < 0:
-            return [DIED]
+            code, end = 1, [DIED]
         if code not in (0, 1):  # no tests, or an error of pytest's
             said.seek(0)
             raise RuntimeError(f"{' '.join(tests)[:300]}: {said.read()[-3000:]}")
-        return list(dict.fromkeys(noted.read().splitlines()))[:most]
+        return [*dict.fromkeys(noted.read().splitlines()), *end][:most]
 
 
 def without_false_ones(verdicts: Sequence[Verdict], copies: Sequence[Path]) -> list[Verdict]:
@@ -164,8 +165,7 @@ def without_false_ones(verdicts: Sequence[Verdict], copies: Sequence[Path]) -> l
     checked = []
     for verdict in verdicts:
         failed = tuple(case for case in verdict.failed if case not in false_ones)
-        cases_left = verdict.cases - len(verdict.failed) + len(failed)
-        checked.append(verdict._replace(cases=cases_left, failed=failed))
+        checked.append(verdict._replace(failed=failed))
     return checked
 
 
@@ -204,12 +204,12 @@ def judge_all(
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    lines = ["", "cases   the test that noticed first", ""]
+    lines = ["", "cases   the tests that noticed", ""]
     for verdict in verdicts:
         lines.append(
             f"{verdict.cases} of {verdict.mutant.enough}  {verdict.mutant.file}: {verdict.mutant.idea}"
         )
-        lines.append(f"        {verdict.first or 'NO TEST FAILED'}")
+        lines += [f"        {case}" for case in verdict.failed or ["NO TEST FAILED"]]
     noticed = sum(verdict.is_noticed for verdict in verdicts)
     lines.append(f"\n{noticed} of {len(verdicts)} mutants are noticed by enough cases.")
     return "\n".join(lines)

@@ -1,5 +1,7 @@
 """Mutants of the core, written by hand: the plan, the run, ranks, kernels, the call, simulated ranks.
 
+"Hops that wrap round the ring are not joined" is none any more: plan/rings.py no longer joins them.
+
 One more was written and left out, since it changes no result:
 
 - plan/plan.py, chunks of an all-gather do not lie in the order of their owners (`sorted` in `gathered`): a tile finds
