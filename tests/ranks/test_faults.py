@@ -86,7 +86,7 @@ def rank_waits_for_one_that_does_not_come(rank, world_size):
         for name, call in calls.items():
             start = time.monotonic()
             said = message_of(call, ExchangeError)
-            assert time.monotonic() - start < 5
+            assert time.monotonic() - start < 20
             absence = f"{name}, handshake: rank 2 did not enter {name} (group 'control of "
             assert said.startswith(absence), said
             assert f", rank {rank}): Timed out" in said

@@ -220,7 +220,7 @@ def hanging_rank(rank, world_size, folder):
 
 
 def test_a_write_that_hangs_on_one_rank_is_noticed_within_the_timeout(tmp_path):
-    said = run_ranks(2, hanging_rank, tmp_path, seconds=30)
+    said = run_ranks(2, hanging_rank, tmp_path)
     assert LOST_CONNECTION.search(said[0])
     assert not list(tmp_path.iterdir())
 
