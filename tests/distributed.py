@@ -36,20 +36,21 @@ START = multiprocessing.get_context("forkserver")
 # A rank is forked from a server that has imported these, which its test needs: 0.03 s of work instead of 0.1 to 0.3,
 # and where it compiles, a second less. The server passes by what it does not find, and Python 3.11 does not give it our
 # sys.path: it finds what is installed, and what lies in the present folder.
-_PRELOADED = ["tests.uncollected"]  # the first
-_PRELOADED += [
+_PRELOADED = [
+    "tests.uncollected",  # the first
     "torch",
     "torch.distributed",
     "torch._dynamo",
     "pytest",
     "hypothesis",
     "benchmarks.measure",
+    "ring_dilated_attention.attention",
+    "ring_dilated_attention.layers",
+    "ring_dilated_attention.models",
+    "ring_dilated_attention.reference",
+    "ring_dilated_attention.simulate",
+    "tests.collected",  # the last
 ]
-_PRELOADED += [
-    f"ring_dilated_attention.{name}"
-    for name in ("attention", "layers", "models", "reference", "simulate")
-]
-_PRELOADED += ["tests.collected"]  # the last
 START.set_forkserver_preload(_PRELOADED)
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -223,6 +224,7 @@ def _rank(pipe, rank, world_size, function, args, stay, backend):
         # its own, which a compiler takes, would outlive a process that is killed
         tqdm.set_lock(threading.RLock())
         torch.set_num_threads(1)
+        torch.manual_seed(0)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False)
         dist.init_process_group(

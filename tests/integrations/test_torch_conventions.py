@@ -220,7 +220,6 @@ def test_sharded_along_the_sequence():
 def check_heads(layer, shard, mean=lambda g: g):
     """shard(box) shards box["attention"]. Gradients of what is before it, and of the parameters of what a rank holds:
     those of the whole."""
-    torch.manual_seed(1)
     width = layer.embed_dim
     before, x = nn.Linear(width, width, dtype=torch.float64), rows(length=23, width=width)
     box = nn.ModuleDict({"before": before, "attention": copy.deepcopy(layer)})
@@ -247,7 +246,6 @@ def check_heads(layer, shard, mean=lambda g: g):
 
 def rank_shards_heads(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    torch.manual_seed(0)
     options = {"num_kv_heads": 5, "rotary": True, "dtype": torch.float64}
     layer = MultiheadDilatedAttention(40, 10, CAUSAL, **options)
     held = check_heads(
@@ -270,7 +268,6 @@ def test_sharded_heads():
 def rank_shards_heads_on_a_mesh(rank, world_size):
     """Heads over one axis; over the other the sequence, in either order, or the parameters of what a rank holds."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    torch.manual_seed(0)
     attention = MultiheadDilatedAttention(16, 4, CAUSAL, rotary=True, dtype=torch.float64)
     heads, style = ShardHeads(), ShardSequence(shard_inputs=True, unshard_outputs=True)
     for plans in (
@@ -317,7 +314,6 @@ def rank_shards_columns(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     plan = {name: ColwiseParallel() for name in "qkv"} | {"o": RowwiseParallel()}
     for num_kv_heads in (8, 2):
-        torch.manual_seed(0)
         alone, x = Projected(num_kv_heads), rows(length=23)
         sharded = parallelize_module(copy.deepcopy(alone), mesh, plan)
         close(sharded(x), alone(x))

@@ -221,7 +221,6 @@ def test_the_text_of_a_model_of_parts(tmp_path):
 
 def rank_runs_the_page(rank, world_size):
     found = {}
-    torch.manual_seed(0)
     exec(block("docs/long_context.md", "a model as it was trained"), found)
     return float(found["loss"].detach())
 

@@ -151,7 +151,6 @@ def test_a_row_draws_as_it_would_alone():
             both[b : b + 1], joined(model.generate(prompts[b : b + 1], 8, seed=5 + b))
         )
     assert not torch.equal(both, joined(model.generate(prompts, 8, seed=6)))
-    torch.manual_seed(0)
     unseeded = [joined(model.generate(prompts, 8)) for _ in range(2)]
     assert not torch.equal(*unseeded)
 

@@ -269,7 +269,6 @@ CUTS = [
 def rank_cuts(rank, world_size):
     """Gradients: test_gradients.py."""
     strict()
-    torch.manual_seed(1)
     dtypes = (torch.float64, torch.bfloat16, torch.int64, torch.bool)
     for options, n, *spans_by_rank in CUTS:
         cp = ContextParallel(**options)

@@ -188,7 +188,6 @@ def test_precision(dtype, size):
     """Catches a sum or a weight kept in 16 bits. At most twice the error of torch's own attention in the same dtype
     under the same mask, plus the floor."""
     pattern, sizes = DilatedPattern((32, 64, 111), (1, 2, 3), is_causal=True), (2, 111, 6, 48)
-    torch.manual_seed(0)
     inputs = [(torch.randn(2, 111, h, 48) * 2).to(dtype) for h in (6, 2, 2)]
     exact, exact_lse = dilated_attention_reference(*(x.double() for x in inputs), pattern)
     cache = make(pattern, 2, 6, 2, 48, dtype)

@@ -23,7 +23,7 @@ from ring_dilated_attention.plan.step import CallFacts, Gather
 from ring_dilated_attention.run.merge import PLAIN
 from ring_dilated_attention.run.views import on_device
 
-pytestmark = pytest.mark.usefixtures("nan_in_new_memory", "seeded")
+pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
 
 
 @pytest.fixture(params=["whole", "blocks of heads", "lse in multiples of 32"])

@@ -55,7 +55,6 @@ CASES = [
 def test_each_rank_alone(pattern, num_ranks, n, num_kv_heads, batch, documents, context):
     """Each rank alone: out, lse and dq. When the other ranks' gradients of its chunks have come home to it, its dk and
     dv are those of the definition too."""
-    torch.manual_seed(0)
     heads = (4, num_kv_heads, num_kv_heads)
     full = [torch.randn(batch, n, h, 8, dtype=torch.float64).requires_grad_() for h in heads]
     dout = torch.randn(batch, n, 4, 8, dtype=torch.float64)

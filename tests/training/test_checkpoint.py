@@ -55,7 +55,6 @@ def make_model():
 
 @pytest.fixture
 def trained():
-    torch.manual_seed(0)
     model = make_model()
     optimizers = make_optimizers(model, Hyperparameters())
     for _ in range(3):
