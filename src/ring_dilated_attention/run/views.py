@@ -11,8 +11,7 @@ from ..plan.rows import Block, Rows
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which results of tiles are added up: float32, or float64 if the inputs are float64."""
-    # Not torch.promote_types: on the meta device it imports the compiler, which takes a second.
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.promote_types(dtype, torch.float32)
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
