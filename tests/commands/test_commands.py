@@ -5,6 +5,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from shlex import split
 
 import pytest
 from full_disk import on_a_full_disk
+from helpers import ROOT
 
 import ring_dilated_attention
 from ring_dilated_attention.commands import cli, local_ranks, terminal
@@ -159,66 +161,43 @@ def test_what_is_held_back_comes_at_the_end():
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-MODEL = split("plan model --layers 3 --embed-dim 64 --heads 4 --seq-len 8Ki --window 16")
+SESSIONS = ROOT / "tests" / "data" / "transcripts"
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("plan --batch=--", "--batch=--: -- is no value"),  # for argparse it is an empty list
-        (
-            "plan --seq-len 4Ki",
-            "missing --segment-lengths and --dilation-rates, or --window: rda s",
-        ),
-        (
-            "plan --seq-len 4Ki --segment-lengths 8",
-            "dilation_rates is empty. Give one entry per br",
-        ),
-        ("PLAN --hardware h100 --memory 80", "--memory 80.0 must be from 1e+06 to 1e+15 bytes"),
-        ("PLAN --hardware h100 --latency 4", "--latency 4.0 must be from 0 to 0.1 seconds"),
-        ("PLAN --hardware h100 --bandwidth 50", "--bandwidth 50.0 must be from 1e+06 to 1e+14"),
-        ("PLAN --bandwidth 1e9", "give --hardware too"),
-        (f"PLAN --seq-len {2**63 - 1}", f"must be at most 17,592,186,044,416, got {2**63 - 1}"),
-        ("PLAN --sharding zigzag_documents", "needs --documents"),
-        ("PLAN --documents 5 4", "--documents add up to 9"),
-        ("PLAN --picture x.png", "at most 128 positions, and --seq-len is 4,096"),
-        ("PLAN --seq-len 64 --kv-heads 5 --picture a/b.png", "cannot share 5 key/value heads"),
-        (
-            "PLAN --seq-len 64 --picture mine.png",
-            "mine.png was not made by this run of rda plan --pic",
-        ),
-        ("plan model --seq-len 8 --window 4", "a model needs --layers and --embed-dim, or --conf"),
-        ("MODEL --memory 80", "80 GB are 8e10"),
-        ("MODEL --not-causal --kv-heads 2", "a LongNetEncoder, which has no --kv-heads"),
-        ("MODEL --config nowhere", "leave out --layers, --embed-dim, --heads"),
-        ("MODEL --hardware slow.toml", "give --memory"),
-        ("plan model --seq-len 8 --window 4 --config no", "--config no: there is no such file"),
-        ("plan model --seq-len 8 --window 4 --config mine.png", "is not a valid JSON file"),
-        ("suggest", "the following arguments are required: --seq-len, --heads, --speedup"),
-        ("SUGGEST 0.5", "--speedup must be at least 1"),
-        ("SUGGEST 1e9", "every pattern that was tried needs more work"),
-        ("doctor --ranks 1M", "--ranks: must be at most 256"),
-        ("doctor --save new.toml", "new.toml needs two ranks or more"),
-        ("doctor --ranks 2 --save slow.toml", "slow.toml was not made by this run of rda doctor"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(line, message, tmp_path, monkeypatch, capsys):
-    """Before anything is measured or written. Catches a file or folder that is left, and one that is written over."""
-    monkeypatch.chdir(tmp_path)
+def made_up(decoder, batch, rows, *_):
+    return {"kept": 10_000 * rows, "checkpointed": 5_000 * rows}
+
+
+def contents():
+    """Fails over a folder."""
+    return {path: path.read_bytes() for path in Path().iterdir()}
+
+
+@pytest.mark.parametrize("session", sorted(SESSIONS.glob("*.txt")), ids=lambda path: path.stem)
+def test_transcripts(session, tmp_path, monkeypatch, capsys):
+    """Each file is a session in a folder with `files`: commands, and what they print, stdout before stderr. For a new
+    one write its commands alone. With WRITE_TRANSCRIPTS=1 this test writes what they print, and fails where that is
+    new: read what git diff shows. Catches a file or folder that a refused command leaves or writes over, and one that
+    measures something first.
+
+    What a model holds is made up: other tests run one to weigh it, and that takes a second."""
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(local_ranks, "run_ranks", None)
-    theirs = {
-        "mine.png": "from ring_dilated_attention import DilatedPattern\n",
-        "slow.toml": "[hardware]\nflops_per_second = 1e11\nbytes_per_second = 1e9\n",
-    }
-    for name, text in theirs.items():
-        Path(name).write_text(text)
-    for name, words in (("PLAN", PLAN), ("MODEL", MODEL), ("SUGGEST", SUGGEST)):
-        line = line.replace(name, shlex.join(words))
-    assert cli.main(split(line)) == 2
-    out, error = capsys.readouterr()
-    assert message in " ".join(error.split())
-    assert out == ""
-    assert {path.name: path.read_text() for path in Path().iterdir()} == theirs
+    monkeypatch.setattr("ring_dilated_attention.forecast.meshes.weigh_activations", made_up)
+    monkeypatch.chdir(shutil.copytree(SESSIONS / "files", tmp_path / "here"))
+    expected = session.read_text()
+    theirs = contents()
+    shown = ""
+    for line in re.findall(r"^\$ rda .*", expected, re.MULTILINE):
+        code = cli.main(split(line, comments=True)[2:])
+        out, error = capsys.readouterr()
+        shown += f"{line}\n{out}{error}"
+        if code:
+            shown += f"exit code {code}\n"
+        assert code != 2 or contents() == theirs
+    if "WRITE_TRANSCRIPTS" in os.environ:
+        session.write_text(shown)
+    assert shown == expected
 
 
 @pytest.mark.parametrize("path", ["/dev/full", "/dev/null"])

@@ -65,15 +65,14 @@ def test_what_is_said_of_suggestions_is_the_definitions(seed, capsys):
 
 
 @pytest.mark.parametrize(
-    ("more", "is_dense", "said"),
+    ("more", "is_dense"),
     [
-        ("--seq-len 4Ki --heads 4 --speedup 1", True, "Take 1, "),
-        ("--seq-len 5001 --heads 4 --speedup 5", False, "Take 1, "),
-        # positions that no head takes are recalled by chance (docs/learning.md)
-        ("--seq-len 4Ki --heads 1 --speedup 6", False, "The budget forces a rate above the number"),
+        ("--seq-len 4Ki --heads 4 --speedup 1", True),
+        ("--seq-len 5001 --heads 4 --speedup 5", False),
+        ("--seq-len 4Ki --heads 1 --speedup 6", False),
     ],
 )
-def test_what_it_picks_runs_as_it_is_printed(more, is_dense, said, capsys):
+def test_what_it_picks_runs_as_it_is_printed(more, is_dense, capsys):
     """The code is the pattern, and `rda plan` plans it. Catches a whole document in words that no command reads."""
     rows = suggested(capsys, more)["suggestions"]
     are_read = [row["all_read"] for row in rows]
@@ -82,7 +81,6 @@ def test_what_it_picks_runs_as_it_is_printed(more, is_dense, said, capsys):
     assert len(first["reach_by_layer"]) == 12
     assert cli.main(["suggest", *more.split()]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(said)
     code = out[out.index("\nDilatedPattern") + 1 :]
     pattern = eval(code[: code.index(")\n") + 1], {"DilatedPattern": DilatedPattern})
     assert pattern == DilatedPattern(
