@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
+from ring_dilated_attention.plan.sharding import SHARDINGS, ShardSpec, make_shards
 
 
 @st.composite
@@ -29,10 +29,10 @@ def patterns(draw, num_heads, *, longest, highest_rate=9, is_causal=None, window
 
 @st.composite
 def cuts(draw, seq_len, documents):
-    """Shards of one to six ranks: equal or not, some empty, zigzag, whole or by document, and slices of shards that
+    """Shards of one to six ranks: of any sharding, or contiguous and unequal, some empty, and slices of shards that
     ranks of a mesh hold."""
     num_ranks, inner = draw(st.integers(1, 6)), draw(st.sampled_from([1, 1, 1, 2]))
-    kind = draw(st.sampled_from(["contiguous", "zigzag", "zigzag_documents", "uneven"]))
+    kind = draw(st.sampled_from([*SHARDINGS, "uneven"]))
     if kind == "uneven":
         several = st.lists(st.integers(0, seq_len), min_size=num_ranks - 1, max_size=num_ranks - 1)
         borders = (0, *sorted(draw(several)), seq_len)

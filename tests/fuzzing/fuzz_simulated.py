@@ -9,6 +9,7 @@ from fuzz_oracle import answer_to, difference, draw_call, tensors_of
 from helpers import poisoned_memory
 
 from ring_dilated_attention import dilated_attention, simulate
+from ring_dilated_attention.plan.sharding import WITHOUT_DOCUMENTS
 from ring_dilated_attention.run import executor
 
 
@@ -22,15 +23,15 @@ def try_case(rng, folder):
         inputs, dout, dlse = tensors_of(call)
         found = results(call, arranged(rng, call, inputs), attend, dout, dlse)
         complaint = difference(call, found, answer_to(call, inputs, dout, dlse))
-    how = ", ".join(cut) or "near-equal"
+    how = cut.get("sharding") or ", ".join(cut) or "near-equal"
     return Trial(f"{world_size} ranks, {how}", f"{call} over {world_size} ranks, {cut}", complaint)
 
 
 def draw_cut(rng, world_size, seq_len):
     """Arguments of a context: where shards begin. Some may be empty."""
-    how = rng.choice(["", "", "zigzag", "align", "lengths"])
-    if how == "zigzag":
-        return {"sharding": "zigzag"}
+    how = rng.choice(["", *WITHOUT_DOCUMENTS, "align", "lengths"])
+    if how in WITHOUT_DOCUMENTS:
+        return {"sharding": how}
     if how == "align":
         return {"align": rng.randint(1, 12)}
     if how == "lengths":

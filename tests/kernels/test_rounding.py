@@ -66,6 +66,8 @@ def test_with_a_matrix_unit_errors_stay_within_twice_those_of_torch(
     num_ranks, machine, monkeypatch
 ):
     """The rows reach torch's kernel as they are. (Here it then computes without the unit.)"""
+    if cpu.short_rows_fail():
+        pytest.skip("torch's attention raises for rows of 16 bits")
     dtype = torch.bfloat16
     machine()
     seen, forward = set(), cpu.forward

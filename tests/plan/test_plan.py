@@ -13,6 +13,7 @@ from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import (
+    WITHOUT_DOCUMENTS,
     ShardSpec,
     deal_documents,
     documents_of,
@@ -55,7 +56,7 @@ def check_packed(simulation, rank, tiles):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("sharding", WITHOUT_DOCUMENTS)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_tiles_cover_the_pattern_once(world_size, sharding, is_causal):
     """Catches a pair computed twice or never, a chunk that stops too early, a gradient that does not come home."""

@@ -19,7 +19,12 @@ from ring_dilated_attention import (
     dilated_attention,
     simulate,
 )
-from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
+from ring_dilated_attention.plan.sharding import (
+    SHARDINGS,
+    WITHOUT_DOCUMENTS,
+    ShardSpec,
+    make_shards,
+)
 from ring_dilated_attention.run import append
 
 PATTERN = DilatedPattern((4, 9, 30), (1, 2, 4), window=7, is_causal=True)
@@ -90,10 +95,10 @@ def test_any_shards_hand_over(data):
     """The same without processes, for any pattern and any shards: what ranks pack is what a cache of all rows keeps."""
     pattern = data.draw(patterns(4, longest=20, highest_rate=20, is_causal=True))
     lengths = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any))
-    sharding = data.draw(st.sampled_from(["contiguous", "zigzag"]))
+    sharding = data.draw(st.sampled_from(WITHOUT_DOCUMENTS))
     seq_len, keep = sum(lengths), data.draw(st.sampled_from([0, 3, 25]))
-    if sharding == "zigzag":
-        lengths = ShardSpec("zigzag", len(lengths)).default_lengths(seq_len)
+    if not SHARDINGS[sharding].takes_lengths:
+        lengths = ShardSpec(sharding, len(lengths)).default_lengths(seq_len)
     query, key, value = sequence(seq_len)
     expected, found = (
         DilatedCache(pattern, *SIZES, dtype=torch.float64, keep=keep) for _ in range(2)

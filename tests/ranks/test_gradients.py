@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ring_dilated_attention import ContextParallel, simulate
 from ring_dilated_attention.layers import MultiheadDilatedAttention
+from ring_dilated_attention.plan.sharding import SHARDINGS
 from ring_dilated_attention.ranks.reduce import SumOverRanks
 
 N = 23  # patches
@@ -92,12 +93,7 @@ def apart(net, video, labels):
 
 
 LOSSES = {f.__name__: f for f in (tokens, reward, pooled, preference, apart)}
-CUTS = {
-    "contiguous": {},
-    "zigzag": {"sharding": "zigzag"},
-    "documents": {"sharding": "zigzag_documents"},
-    "uneven": {"lengths": (5, 0, 18)},
-}
+CUTS = {name: {"sharding": name} for name in SHARDINGS} | {"uneven": {"lengths": (5, 0, 18)}}
 
 
 def wrapped(net, wrapper):
@@ -113,8 +109,8 @@ def wrapped(net, wrapper):
 def rank_follows_the_rule(rank, world_size, cut, losses, wrappers):
     video = torch.randn(1, 3, 4 * N, dtype=torch.float64)
     labels = torch.randint(5, (1, N))
-    cu_seqlens = BORDERS if cut == "documents" else None
     parallel = ContextParallel(timeout=PATIENCE, **CUTS[cut])
+    cu_seqlens = BORDERS if parallel.ranks.cut.needs_documents else None
     groups = [dist.new_group([member]) for member in range(world_size)]
     for loss, wrapper in itertools.product(losses, wrappers):
         alone = Net(ContextParallel(groups[rank]), cu_seqlens)
@@ -143,11 +139,10 @@ def rank_follows_the_rule(rank, world_size, cut, losses, wrappers):
 @pytest.mark.parametrize(
     ("world_size", "cut", "losses", "wrappers"),
     [
-        (2, "contiguous", LOSSES, (None,)),
+        *((2, name, LOSSES, (None,)) for name in SHARDINGS),
         (2, "contiguous", ("tokens", "preference", "apart"), ("DDP", "FSDP2")),
         (3, "uneven", LOSSES, (None, "DDP")),
         (3, "zigzag", LOSSES, ("DDP",)),
-        (2, "documents", LOSSES, (None,)),
     ],
 )
 def test_the_mean_of_the_ranks_gradients(world_size, cut, losses, wrappers):
@@ -168,8 +163,8 @@ def rank_has_other_gradients(rank, world_size):
     """Every dtype, along any dim, with losses that differ between ranks."""
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.complex128)
     for options in CUTS.values():
-        cu_seqlens = BORDERS if options.get("sharding") == "zigzag_documents" else None
         parallel = ContextParallel(timeout=PATIENCE, **options)
+        cu_seqlens = BORDERS if parallel.ranks.cut.needs_documents else None
         for dim, dtype in itertools.product((1, -1, -3), dtypes):
             shape = [2, 3, 2]
             shape[dim] = N

@@ -10,7 +10,7 @@ from ring_dilated_attention import DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
+from ring_dilated_attention.plan.sharding import WITHOUT_DOCUMENTS, ShardSpec, make_shards
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.simulate import weighing
 from ring_dilated_attention.simulate.weighing import weigh_attention
@@ -31,7 +31,7 @@ def drawn(rng, num_ranks=(1, 2, 3, 4), most_len=3000):
     lengths = [rng.choice([64, 100, 512, 1024, n, 3 * n // 5]) for _ in range(num_branches)]
     rates = [rng.choice([1, 2, 3, 8]) for _ in lengths]
     pattern = DilatedPattern(lengths, rates, is_causal=rng.random() < 0.6)
-    sharding = rng.choice(["contiguous", "zigzag"])
+    sharding = rng.choice(WITHOUT_DOCUMENTS)
     shards = make_shards(sharding, ShardSpec(sharding, p).default_lengths(n))
     return Job(pattern, shards, 4, kv_heads), sharding
 
