@@ -18,7 +18,7 @@ from ring_dilated_attention.commands import train
 from ring_dilated_attention.commands.cli import main
 
 _ROOMS = ("commands.train", "training.loop", "training.agreement", "training.run_report")
-_ROOMS += ("training.sharded", "commands.generate")
+_ROOMS += ("commands.generate",)
 preload(
     "torch.distributed.run",
     "torch.distributed.launcher.api",

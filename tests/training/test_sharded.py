@@ -32,7 +32,7 @@ from ring_dilated_attention.training import checkpoint
 from ring_dilated_attention.training.agreement import Refusal, check_alike
 from ring_dilated_attention.training.checkpoint import load_checkpoint, save_checkpoint, tensors_of
 from ring_dilated_attention.training.data import Document
-from ring_dilated_attention.training.loop import make_optimizers, train
+from ring_dilated_attention.training.loop import make_optimizers, sharded_model, train
 from ring_dilated_attention.training.options import Hyperparameters
 from ring_dilated_attention.training.run import Run, fingerprint
 from ring_dilated_attention.training.run_folder import own_folder
@@ -68,8 +68,6 @@ def train_rank(rank, world_size, folder):
 
 
 def sharded_here(options, timeout=timedelta(seconds=60)):
-    from ring_dilated_attention.training.sharded import sharded_model
-
     torch.manual_seed(options.seed)
     parallel = ContextParallel(timeout=timeout)
     model = sharded_model(options.model_config(), parallel=parallel, activation_checkpointing=False)

@@ -1,7 +1,7 @@
 """Sends the package's messages between the ranks of one process group.
 
 All other messages are sent by torch itself: by DTensor (integrations/torch.py), and by FSDP2 and its sharded
-checkpoints (training/sharded.py).
+checkpoints (training/loop.py).
 """
 
 import time
