@@ -7,22 +7,30 @@ import math
 import reprlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ..attention.validate import is_integral
 from ..pattern import is_finite_number, is_integer
 from ..plan.cache_plan import check_append
 from ..run.dilated_cache import DilatedCache
-
-if TYPE_CHECKING:
-    from .longnet import LongNetLM
+from .longnet_config import LongNetConfig
 
 STOPPED = -1
 PREFILL_SLICE = 4096
+
+
+class LanguageModel(Protocol):
+    """What `generate` reads of a `LongNetLM`."""
+
+    config: LongNetConfig
+    head: nn.Linear
+
+    def make_caches(self, batch: int, *, max_len: int) -> list[DilatedCache]: ...
+    def append(self, *arguments: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ class Sampling:
 
 @torch.no_grad()
 def generate(
-    model: "LongNetLM",
+    model: LanguageModel,
     tokens: Tensor | Sequence[Sequence[int] | Tensor],
     max_new_tokens: int,
     sampling: Sampling,
@@ -128,7 +136,7 @@ def generate(
 
 
 def prefill(
-    model: "LongNetLM", tokens_BN: Tensor, lengths: Sequence[int], caches: Sequence[DilatedCache]
+    model: LanguageModel, tokens_BN: Tensor, lengths: Sequence[int], caches: Sequence[DilatedCache]
 ) -> Tensor:
     """Append prompts to the caches, PREFILL_SLICE tokens at a time.
 
