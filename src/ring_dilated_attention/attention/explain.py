@@ -51,7 +51,7 @@ def explain(
     call = call_of(rows, pattern, parallel, cu_seqlens, None, backend, False, None, None)
     kernel = choose(backend, query)
     first = "the first that can serve these tensors"
-    found = _why(reasons(query), kernel.NAME, first if backend == "auto" else "asked for")
+    why = _why(reasons(query), kernel.NAME, first if backend == "auto" else "asked for")
     ops = kernel.ops(query) if kernel.ops else {}
     op = next((name for name, reason in ops.items() if reason is None), None)
     if ops and op is None:
@@ -60,12 +60,12 @@ def explain(
             f"backend={kernel.NAME!r} has no op for these tensors: {listed}. Enable another op."
         )
     if op is not None:
-        found |= {f"{kernel.NAME} {name}": reason for name, reason in _why(ops, op, first).items()}
+        why |= {f"{kernel.NAME} {name}": reason for name, reason in _why(ops, op, first).items()}
     if query.dtype.itemsize == 2 and kernel.TRAITS.packing:
         how = "copied in float32, since this CPU has no matrix unit (AMX) that torch would use for them"
         if kernel.takes_short_rows(query.dtype):
             how = "as they are, for the matrix unit of this CPU (AMX)"
-        found["16-bit rows"] = how
+        why["16-bit rows"] = how
     ranks = ALONE if parallel is None else parallel.ranks
     borders = borders_of(cu_seqlens)
     if lengths is None:
@@ -74,10 +74,10 @@ def explain(
             lengths = ranks.lengths_of(borders[-1], borders)
     documents = documents_of(borders, sum(lengths))
     job = Job(pattern, ranks.shards(lengths, documents), call.num_heads, key.shape[2], documents)
-    exchange, found["exchange"] = ranks.choose(
+    exchange, why["exchange"] = ranks.choose(
         job, Sizes(query.shape[0], query.shape[3], query.element_size())
     )
-    return Explanation(kernel.NAME if op is None else f"{kernel.NAME} ({op})", exchange, found)
+    return Explanation(kernel.NAME if op is None else f"{kernel.NAME} ({op})", exchange, why)
 
 
 def _why(against: dict[str, str | None], chosen: str, how: str) -> dict[str, str]:

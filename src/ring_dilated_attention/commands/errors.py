@@ -108,9 +108,11 @@ def tolerances(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str,
     covered = torch.isfinite(expected["lse"])
     grads = torch.autograd.grad(out, leaves, (dout * covered.unsqueeze(-1)).to(dtype))
     lse = lse.where(covered, -torch.inf)  # for a query without keys torch's op gives 0
-    found = dict(zip(QUANTITIES, (out * covered.unsqueeze(-1), lse, *grads), strict=True))
+    computed = dict(zip(QUANTITIES, (out * covered.unsqueeze(-1), lse, *grads), strict=True))
     floor = (FLOOR if device == "cpu" else FLOOR_ON_GPU)[dtype]
-    return {name: 2 * relative(squares(found[name], expected[name])) + floor for name in QUANTITIES}
+    return {
+        name: 2 * relative(squares(computed[name], expected[name])) + floor for name in QUANTITIES
+    }
 
 
 def measure(

@@ -34,7 +34,7 @@ class RotaryTable:
     def of_rows(self, rows: Tensor) -> "RotaryTable":
         return RotaryTable(self.cos_ND[rows], self.sin_ND[rows], self.base)
 
-    def check(self, rows: Sequence[int], head_dim: int, base: float) -> None:
+    def check_inputs(self, rows: Sequence[int], head_dim: int, base: float) -> None:
         """Raise ValueError unless the table was made for inputs with `rows` = (B, N) and this head dim and base."""
         *batch, num_rows, half = self.cos_ND.shape
         found = (num_rows, 2 * half, self.base)
@@ -43,10 +43,9 @@ class RotaryTable:
             text = "{} rows of head_dim={} with base {}"
             if batch:
                 text += " of a batch of {}"
-            found_text = text.format(*found, *batch)
-            needed_text = text.format(*needed, rows[0])
             raise ValueError(
-                f"positions are a RotaryTable for {found_text}, the inputs need one for {needed_text}"
+                f"positions are a RotaryTable for {text.format(*found, *batch)}, "
+                f"the inputs need one for {text.format(*needed, rows[0])}"
             )
 
 
@@ -107,7 +106,7 @@ def check_positions(
             "positions were passed, but only rotary embeddings read them: construct with rotary=True"
         )
     if isinstance(positions, RotaryTable):
-        positions.check(x.shape[:2], head_dim, base)
+        positions.check_inputs(x.shape[:2], head_dim, base)
         return
     if has_cache:
         raise ValueError(

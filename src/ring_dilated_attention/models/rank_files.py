@@ -19,7 +19,7 @@ def read_shards(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tenso
     For a DTensor in `like` only this rank's part is read. Raises ValueError if the checkpoint lacks a tensor, has it in
     another shape, or cannot be read.
     """
-    found = {name: torch.empty_like(x, requires_grad=False) for name, x in like.items()}
+    tensors = {name: torch.empty_like(x, requires_grad=False) for name, x in like.items()}
     reader = HuggingFaceStorageReader(str(checkpoint))
     try:
         reader.read_metadata()  # find errors before `load`, which would also log a traceback
@@ -29,9 +29,9 @@ def read_shards(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tenso
         with warnings.catch_warnings():
             # Ignore torch's warning that `load` is not distributed: no_dist=True asks for such a `load`.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            load(dict(found), storage_reader=reader, no_dist=True)
+            load(dict(tensors), storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         raise ValueError(
             f"{checkpoint} cannot be read: {next(iter(error.failures.values()))[0]}"
         ) from error
-    return found
+    return tensors

@@ -25,8 +25,8 @@ _NAME = re.compile(r"checkpoint-([0-9]+)")
 
 def find_checkpoints(run_folder: Path) -> list[Path]:
     """The checkpoint folders of a run, found by their names, newest first."""
-    found = [path for path in run_folder.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=step_of, reverse=True)
+    checkpoints = [path for path in run_folder.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
+    return sorted(checkpoints, key=step_of, reverse=True)
 
 
 def find_checkpoint(run_folder: Path) -> Path | None:

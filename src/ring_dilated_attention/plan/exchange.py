@@ -192,7 +192,7 @@ def dealt_bytes(
         has_dlse: whether lse has a gradient.
     """
     size = len(lengths)
-    own = lengths[rank]
+    num_own = lengths[rank]
     share, kv_share = (num // size for num in heads)
     row = sizes.head_dim * sizes.itemsize
     number = sizes.sum_itemsize
@@ -202,4 +202,4 @@ def dealt_bytes(
     else:
         there = (share + 2 * kv_share) * row
         back = share * (row + number)
-    return sizes.batch * (own * (size - 1) * there + (sum(lengths) - own) * back)
+    return sizes.batch * (num_own * (size - 1) * there + (sum(lengths) - num_own) * back)

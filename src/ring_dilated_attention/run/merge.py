@@ -61,9 +61,9 @@ def merge_rows(
     for tile in partials:
         partial_out, partial_lse = tile.tensors
         merge_(_view(sum_BNHD, tile), _view(sum_lse_BNH, tile), partial_out, partial_lse)
-    own = slice(heads.start, heads.stop)
-    out_BNHD[:, :, own] = sum_BNHD[:, :, own]
-    lse_BNH[:, :, own] = sum_lse_BNH[:, :, own]
+    of_heads = slice(heads.start, heads.stop)
+    out_BNHD[:, :, of_heads] = sum_BNHD[:, :, of_heads]
+    lse_BNH[:, :, of_heads] = sum_lse_BNH[:, :, of_heads]
 
 
 def add_rows(sums: Sequence[GradientSum], factor: float, *, adds: bool) -> None:
@@ -81,8 +81,8 @@ def add_rows(sums: Sequence[GradientSum], factor: float, *, adds: bool) -> None:
             sum_BNHD.mul_(factor)
         if adds:
             sum_BNHD.add_(total_BNHD)
-        own = slice(heads.start, heads.stop)
-        total_BNHD[:, :, own] = sum_BNHD[:, :, own]
+        of_heads = slice(heads.start, heads.stop)
+        total_BNHD[:, :, of_heads] = sum_BNHD[:, :, of_heads]
 
 
 def lay_out_rows(

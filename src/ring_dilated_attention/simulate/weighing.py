@@ -150,14 +150,14 @@ def weigh_attention(rank_plan: RankPlan, sizes: Sizes, kernel: str) -> Attention
     key = rows(plan.num_kv_heads)
     value = rows(plan.num_kv_heads)
     meta_kernel: Kernel = MetaKernel(kernel, sizes.num_threads)
-    means = ExecutorOptions(meta_kernel, 1.0, dealer=MetaDealer(), program=brief_program)
+    executor_options = ExecutorOptions(meta_kernel, 1.0, dealer=MetaDealer(), program=brief_program)
     rank_plan = rank_plan._replace(plan=_with_few_hops(plan))
     with Held([query, key, value]) as forward:
-        out, lse = executor.forward(rank_plan, means, query, key, value)
+        out, lse = executor.forward(rank_plan, executor_options, query, key, value)
     dout = rows(plan.num_heads)
     given = BackwardRows(dout, None, query, key, value, out, lse)
     with Held(given) as backward:
-        executor.backward(rank_plan, means, given)
+        executor.backward(rank_plan, executor_options, given)
     bytes_forward = sum(x.nbytes for x in (query, key, value))
     bytes_backward = bytes_forward + sum(x.nbytes for x in (dout, out, lse))
     return AttentionWeight(forward.peak_bytes, backward.peak_bytes, bytes_forward, bytes_backward)

@@ -58,7 +58,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     rank, num_started = started()
-    check(arguments, num_started)
+    check_options(arguments, num_started)
     try:
         if num_started == 1:
             everyone = examined_here(arguments)
@@ -74,7 +74,7 @@ def run(arguments: Namespace) -> int:
     return 1 if problems else 0
 
 
-def check(arguments: Namespace, num_started: int) -> None:
+def check_options(arguments: Namespace, num_started: int) -> None:
     """Raise ValueError for options that can be refused before anything is measured."""
     if num_started > 1 and arguments.ranks is not None:
         raise ValueError(
@@ -192,7 +192,7 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware | None:
 
 def report(arguments: Namespace, everyone: list[dict[str, Any]], problems: list[str]) -> None:
     hardware = hardware_of(everyone)
-    print(text(everyone, hardware))
+    print(report_text(everyone, hardware))
     for problem in problems:
         print(wrapped(f"not ready: {problem}"))
     if not problems:
@@ -203,7 +203,7 @@ def report(arguments: Namespace, everyone: list[dict[str, Any]], problems: list[
         write_whole(arguments.save, content, lambda file: False, THIS_RUN)
 
 
-def text(everyone: list[dict[str, Any]], hardware: Hardware | None) -> str:
+def report_text(everyone: list[dict[str, Any]], hardware: Hardware | None) -> str:
     versions = ", ".join(f"{name} {said}" for name, said in everyone[0]["versions"].items())
     lines = [wrapped(f"rank 0: {versions}")]
     interfaces = {one["host"]: ", ".join(one["interfaces"]) for one in everyone}

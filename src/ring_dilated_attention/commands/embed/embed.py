@@ -120,10 +120,10 @@ def run(arguments: Namespace) -> int:
     with progress(len(new_slides), "slide") as bar:
         for name, path in new_slides.items():
             try:
-                embedding, said = embed_slide(model, arguments, path)
+                embedding, slide_warnings = embed_slide(model, arguments, path)
                 folder.add(name, embedding)
                 num_embedded += 1
-                warnings += [f"warning: {path}: {warning}" for warning in said]
+                warnings += [f"warning: {path}: {warning}" for warning in slide_warnings]
             except (ValueError, MemoryError, RuntimeError) as error:
                 if not isinstance(error, ValueError) and not is_out_of_memory(error):
                     raise
