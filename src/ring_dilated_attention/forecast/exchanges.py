@@ -52,7 +52,7 @@ def alternatives(
     shardings = list(WITHOUT_DOCUMENTS)
     if documents is not None and len(documents) * call.num_ranks**2 <= MOST_DOCUMENT_WORK:
         shardings = list(SHARDINGS)
-    rows: list[Alternative] = []
+    rows = []
     for sharding in shardings:
         for exchange in exchanges_of(call, hardware):
             job = call.job(sharding, exchange.inner, documents=documents)

@@ -66,8 +66,7 @@ class MeshPlan(NamedTuple):
 
 def all_meshes(num_ranks: int, seq_len: int) -> list[Mesh]:
     most = min(num_ranks, seq_len, MOST_TIMED)
-    sizes = [size for size in range(1, most + 1) if num_ranks % size == 0]
-    return [Mesh(num_ranks // size, size) for size in sizes]
+    return [Mesh(num_ranks // size, size) for size in range(1, most + 1) if num_ranks % size == 0]
 
 
 def ranked_meshes(

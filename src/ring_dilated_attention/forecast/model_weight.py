@@ -1,8 +1,8 @@
 """Counts the bytes of memory that training a decoder needs, without allocating them.
 
 One or two of the decoder's blocks run forward and backward on tensors of the device "meta", and the bytes of the
-tensors that exist at the same time are counted. All blocks are alike, so each further block adds as many bytes as the
-second.
+tensors that exist at the same time are counted. All blocks after the first are alike (`transformers_decoder` checks
+this), so each further block adds as many bytes as the second.
 
 `simulate/weighing.py` counts the bytes that an attention call holds on a rank. `meshes.py` takes the largest count.
 """
@@ -79,19 +79,30 @@ class Decoder(NamedTuple):
     head_dim: int
     num_parameters: int
     block_parameters: int  # the parameters of one block
-    matrix_entries: int  # weights of all linear layers, including the layer that makes logits
+    # By how many weights a token is multiplied: those of all matrices, including the one that makes logits. Of experts,
+    # only those count that a token goes to.
+    matrix_entries: int
 
 
 def count_decoder(
-    name: str, make: MakeDecoder, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    name: str,
+    make: MakeDecoder,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    experts_per_token: int | None = None,
 ) -> Decoder:
     """Count a decoder's parameters and the entries of its matrices.
 
     Only a decoder with one block and a decoder with two blocks are made. Each further block adds as much as the second.
+
+    experts_per_token: to how many experts of a block a token goes. If None, it goes to all.
     """
     one, two = make(1, False), make(2, False)
     block_parameters = _parameters(two) - _parameters(one)
-    block_entries = _matrix_entries(two) - _matrix_entries(one)
+    one_entries = _matrix_entries(one, experts_per_token)
+    two_entries = _matrix_entries(two, experts_per_token)
     return Decoder(
         name,
         make,
@@ -101,7 +112,7 @@ def count_decoder(
         head_dim,
         _parameters(one) + (num_layers - 1) * block_parameters,
         block_parameters,
-        _matrix_entries(one) + (num_layers - 1) * block_entries,
+        one_entries + (num_layers - 1) * (two_entries - one_entries),
     )
 
 
@@ -109,8 +120,17 @@ def _parameters(module: nn.Module) -> int:
     return sum(x.numel() for x in module.parameters())
 
 
-def _matrix_entries(module: nn.Module) -> int:
-    return sum(x.weight.numel() for x in module.modules() if isinstance(x, nn.Linear))
+def _matrix_entries(module: nn.Module, experts_per_token: int | None) -> int:
+    num_entries = 0
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            continue  # a token reads one row of it, and no product is computed
+        for weight in part.parameters(recurse=False):
+            if weight.ndim == 2:
+                num_entries += weight.numel()
+            elif weight.ndim == 3:  # the matrices of all experts, one below the other
+                num_entries += weight[:experts_per_token].numel()
+    return num_entries
 
 
 class HeldByModel(Held):
@@ -164,7 +184,8 @@ def weigh_activations(
         return held.peak_bytes
 
     num_bytes = {}
-    for name, is_checkpointed in (("kept", False), ("checkpointed", True)):
+    for name in ACTIVATIONS:
+        is_checkpointed = name == "checkpointed"
         one, two = peak(1, is_checkpointed), peak(2, is_checkpointed)
         num_bytes[name] = one + (decoder.num_layers - 1) * (two - one)
     return num_bytes

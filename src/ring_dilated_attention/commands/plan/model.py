@@ -174,19 +174,17 @@ def table_of_meshes(plans: list[MeshPlan]) -> str:
         exchange, sharding = str(plan.exchange), plan.sharding
         if plan.mesh.sequence == 1:
             exchange, sharding = "", ""
-        states = "cut (FSDP)" if plan.is_cut else "whole"
         seconds, speed = "no room", ""
         if plan.fits:
             seconds, speed = time_text(plan.seconds), scaled(plan.tokens_per_second, "")
-        memory = size_text(plan.memory.total)
         rows.append(
             (
                 str(plan.mesh),
                 exchange,
                 sharding,
                 plan.activations,
-                states,
-                memory,
+                "cut (FSDP)" if plan.is_cut else "whole",
+                size_text(plan.memory.total),
                 seconds,
                 speed,
             )

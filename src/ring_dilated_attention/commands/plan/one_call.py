@@ -218,8 +218,9 @@ def lines_of(
     if figures.step is not None:
         forward = time_text(figures.step.forward_seconds)
         backward = time_text(figures.step.backward_seconds)
-        seconds = time_text(figures.seconds)
-        lines.append(f"modelled step: {seconds} (forward {forward}, backward {backward})")
+        lines.append(
+            f"modelled step: {time_text(figures.seconds)} (forward {forward}, backward {backward})"
+        )
     return lines
 
 
@@ -231,9 +232,16 @@ def table_of_alternatives(rows: list[Alternative]) -> str:
         if row.figures.step is not None:
             step = time_text(row.figures.seconds)
             waits = f"{row.figures.exposed:.0%}"
-        sent = size_text(row.figures.most_sent)
-        balance = f"{row.figures.balance:.1%}"
-        lines.append((str(row.exchange), row.sharding, balance, sent, step, waits))
+        lines.append(
+            (
+                str(row.exchange),
+                row.sharding,
+                f"{row.figures.balance:.1%}",
+                size_text(row.figures.most_sent),
+                step,
+                waits,
+            )
+        )
     return table(
         ("exchange", "sharding", "balance", "sent\nby a rank", "step", "waits"), lines, num_left=2
     )
