@@ -403,7 +403,7 @@ class _Executor:
             width += self.columns[0].shape[-1]
 
         multiple = self.merging.lse_multiple
-        shapes: list[tuple[int, int, int]] = []  # of each tile's lse
+        shapes = []  # of each tile's lse
         for tile, entry in step.calls:
             rows = tile.query
             batch = rows.segments * (self.batch if entry is None else 1)
