@@ -128,6 +128,8 @@ def stubs() -> Iterator[list[str]]:
             (rows_at_once, "_on_device", lambda x: nullcontext()),
             (sdpa, "why_not", lambda query: None),
             (sdpa, "aten", SimpleNamespace(**ops)),
+            # A GPU fills memory beside the host.
+            (Tensor, "new_full", lambda x, size, value: x.new_empty(size)),
         ):
             stack.enter_context(mock.patch.object(target, name, stub))
         module = f"{rows_at_once.__package__}.row_kernels"
