@@ -120,6 +120,9 @@ def try_case(rng, folder):
     for place in rng.sample(places, min(rng.choice([0, 1, 1, 1, 2]), len(places))):
         same_kind = NUMBERS if words[place][0].isdigit() else PATHS
         words[place] = rng.choice(WORDS if rng.random() < 0.2 else same_kind)
+        # It would train for as long as it is told to.
+        if words[place - 1] == "--steps" and words[place].isdecimal():
+            words[place] = words[place][:2]
     before = listing()
     output = captured([*name.split(), *words])
     output = output._replace(error=output.error.replace("a\nb", "a b"))  # a name of two lines
