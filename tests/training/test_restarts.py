@@ -53,10 +53,10 @@ def slow_writes_and_short_waits():
     PContext.close.__defaults__ = (None, 1)
 
 
-def new_job(launcher="rda", change=int, **size):
+def new_job(launcher="rda", change=int, *options, **size):
     Path("text.txt").write_bytes(TEXT)
     start = partial(ForkedLauncher, change=change)
-    return Job(launcher, SIZE._replace(**size), start, "--save-every=3")
+    return Job(launcher, SIZE._replace(**size), start, "--save-every=3", *options)
 
 
 @contextmanager
@@ -83,14 +83,22 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize(("launcher", "ranks_at_last"), [("rda", 2), ("torchrun", 3)])
 def test_one_of_each_fault(launcher, ranks_at_last, whole):
-    """One run is struck again and again, and comes to the bit to what it would have come to. `fsdp` takes longer: it is
-    in `make faults` alone. Where three ranks go on from two, their first loss agrees within 1e-5, and the final one
-    within 1 %."""
+    """One run is struck again and again, and comes to the bit to what it would have come to. Where three ranks go on
+    from two, their first loss agrees within 1e-5, and the final one within 1 %."""
     job = new_job(launcher, change=slow_writes_and_short_waits)
     trial = run_trial(FAULTS[launcher], job, random.Random(0), whole, ranks_at_last)
     assert not trial.complaints, "\n".join(trial.complaints)
     assert trial.outcome == "the same command went on"
     assert "rda train: restart 1 of 9 from run/checkpoint-0000" in job.said.read_text()
+
+
+def test_a_rank_of_a_sharded_run_is_lost():
+    """With --fsdp each rank writes its part of a checkpoint."""
+    whole = whole_result(new_job("rda", int, "--fsdp", steps=17))
+    job = new_job("rda", slow_writes_and_short_waits, "--fsdp", steps=17)
+    trial = run_trial({"worker": 4}, job, random.Random(0), whole)
+    assert trial.complaints == [], "\n".join(trial.complaints)
+    assert trial.outcome == "went on"
 
 
 def test_the_only_rank_of_a_torchrun_without_restarts_ends_with_it():
