@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.integrations.torch import replace_attention
-from ring_dilated_attention.layers import draw_influence, influence
+from ring_dilated_attention.layers import influence
+from ring_dilated_attention.pictures import draw_influence
 
 PATCH = 64  # samples that become one position
 BURST = 12 * PATCH
@@ -113,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     part = held_out.in_burst.sum() / (~held_out.padding).sum()
     print(f"influence: {share:.0%} of it is in the bursts, which are {part:.1%} of the samples")
     length = int((~held_out.padding[0]).sum())
-    draw_influence(options.picture, moved[0, :length], held_out.samples[0, :length])
+    figure = draw_influence(moved[0, :length], held_out.samples[0, :length])
+    figure.savefig(options.picture, dpi=120)
     print(f"wrote {options.picture}: one recording, and the influence of its samples on the labels of its last third")
 
 

@@ -10,10 +10,10 @@ from matplotlib.image import imread
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.console import scaled
 from ring_dilated_attention.commands.hardware import Machine, as_toml, machine_of
-from ring_dilated_attention.commands.plan.picture import pairs_by_branch
 from ring_dilated_attention.forecast.call_cost import Exchange, PlannedCall, forecast
 from ring_dilated_attention.forecast.clock import Hardware
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.pictures import pairs_by_branch
 from ring_dilated_attention.plan.sharding import SHARDINGS, WITHOUT_DOCUMENTS
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.reference import multiplicity

@@ -7,7 +7,8 @@ from PIL import Image
 from torch import nn
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, MultiheadDilatedAttention
-from ring_dilated_attention.layers import attention_weights, draw_influence, influence
+from ring_dilated_attention.layers import attention_weights, influence
+from ring_dilated_attention.pictures import draw_influence
 
 PATTERNS = [
     DilatedPattern((8, 32), (1, 4)),
@@ -161,7 +162,7 @@ def test_a_picture(num_positions, tmp_path):
     values = torch.zeros(num_positions)
     values[num_positions // 2] = -1
     for signal in (None, torch.randn(num_positions)):
-        draw_influence(tmp_path / "made.png", values, signal)
+        draw_influence(values, signal).savefig(tmp_path / "made.png", dpi=120)
         with Image.open(tmp_path / "made.png") as picture:
             colours = picture.convert("RGB").getcolors(2**24)
         reds = sum(count for count, (r, g, b) in colours if r > 180 and g < 90 and b < 90)

@@ -1,6 +1,6 @@
 """Modules built on `dilated_attention`."""
 
-from .attribution import attention_weights, draw_influence, influence
+from .attribution import attention_weights, influence
 from .multihead import MultiheadDilatedAttention
 from .rotary import RotaryTable, document_positions, rotary_table, rotate
 
@@ -9,7 +9,6 @@ __all__ = [
     "RotaryTable",
     "attention_weights",
     "document_positions",
-    "draw_influence",
     "influence",
     "rotary_table",
     "rotate",

@@ -5,10 +5,8 @@ B batch, N positions, Q queries, H query heads, D head dim.
 
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention import dilated_attention
@@ -16,8 +14,6 @@ from ..attention.validate import is_integral
 from .multihead import MultiheadDilatedAttention
 from .padded import ValidRows
 from .rotary import RotaryTable, check_positions
-
-MOST_COLUMNS = 1000  # `draw_influence` draws at most this many columns
 
 
 def attention_weights(
@@ -138,34 +134,3 @@ def influence(output: Callable[[Tensor], Tensor], x: Tensor, *, num_steps: int =
             stacklevel=2,
         )
     return moved
-
-
-def draw_influence(path: Path | str, influence: Tensor, signal: Tensor | None = None) -> None:
-    """Draw a picture of the influence (N,) of each position, below the signal (N,) if there is one.
-
-    If several positions share a column of the picture, the column shows the largest influence among them, and both the
-    smallest and the largest value of the signal. This function needs matplotlib.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            "pictures need matplotlib: pip install 'ring-dilated-attention[train]'"
-        ) from error
-
-    def largest(x: Tensor) -> Tensor:
-        num_columns = min(len(x), MOST_COLUMNS)
-        return F.adaptive_max_pool1d(x.detach().float().cpu()[None], num_columns)[0]
-
-    figure = Figure(figsize=(8, 3 if signal is None else 4.5), layout="constrained")
-    *above, below = figure.subplots(1 if signal is None else 2, 1, sharex=True, squeeze=False)[:, 0]
-    heights = largest(influence.abs())
-    places = torch.linspace(0, len(influence) - 1, len(heights))
-    below.fill_between(places, heights, step="mid", color="tab:red", linewidth=0.8)
-    below.set(xlabel="position", ylabel="influence", xlim=(0, len(influence)))
-    if signal is not None:
-        lowest = -largest(-signal)
-        highest = largest(signal)
-        above[0].fill_between(places, lowest, highest, color="tab:blue", linewidth=0.8)
-        above[0].set_ylabel("signal")
-    figure.savefig(path, dpi=120)

@@ -4,7 +4,9 @@ It also lists all exchanges and shardings, sorted by the predicted time of the c
 """
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
+from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
 
@@ -23,13 +25,14 @@ from ...plan.exchange import EXCHANGES, Choice, choose_exchange
 from ...plan.job import Job
 from ...plan.sharding import SHARDINGS, sharding_of
 from ...plan.step import Sizes
-from ..arguments import MOST_HEADS, MOST_RANKS, positive, within
+from ...training.files import write_whole
+from ..arguments import MOST_HEADS, MOST_RANKS, check_installed, positive, within
 from ..console import as_plain, progress, scaled, size_text, table, wrapped
 from ..hardware import ITEMSIZE, Machine, assumed, known, machine_for
 from .job_options import add_shared, pattern_of
-from .picture import draw
 
 MOST_COMPARED = 4096  # with more ranks, comparing the exchanges would take long
+MOST_DRAWN = 128  # the most positions that a picture can show
 EXAMPLES = f"""examples:
   rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi \\
            --dilation-rates 1 16 256 --hardware h100
@@ -134,6 +137,25 @@ def run(arguments: Namespace) -> int:
         if advice:
             print(wrapped(advice))
     return 0
+
+
+def draw(path: Path, pattern: DilatedPattern, seq_len: int, num_heads: int) -> None:
+    """Draw the pattern to a new file, and print the file's path on stderr.
+
+    Raises ValueError if the sequence is too long, matplotlib is missing, or the file exists already.
+    """
+    if seq_len > MOST_DRAWN:
+        raise ValueError(
+            f"--picture shows at most {MOST_DRAWN} positions, and --seq-len is {seq_len:,}: draw a shorter pattern of "
+            "the same shape"
+        )
+    check_installed(["matplotlib"], "train", "--picture ")
+    from ...pictures import draw_pattern
+
+    content = BytesIO()
+    draw_pattern(pattern, seq_len, num_heads).savefig(content, dpi=160, format="png")
+    write_whole(path, content.getvalue(), lambda file: False, "this run of rda plan --picture")
+    print(path, file=sys.stderr)
 
 
 def documents_of(arguments: Namespace) -> tuple[int, ...] | None:
