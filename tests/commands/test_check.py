@@ -107,7 +107,7 @@ def test_a_result_that_is_not_finite_is_json(monkeypatch, capsys):
     monkeypatch.setattr(check, "run_ranks", here)
     monkeypatch.setattr(check, "measure_cached", lambda *_: {"out": (math.inf, 1.0)})
     trial = check.Trial("cpu", "cpu", check.CACHE, torch.float32, 1)
-    [row] = check.run_trials([trial], lambda: None)
+    [row] = check.run_trials([trial], lambda: None, 60)
     assert (row["error"], row["verdict"]) == ("inf", "failed")
     assert json.loads(json.dumps(row, allow_nan=False)) == row
     assert " inf " in check.table([row])

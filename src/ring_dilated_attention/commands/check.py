@@ -10,7 +10,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from itertools import groupby, product
 from typing import Any, NamedTuple
 
@@ -25,8 +24,6 @@ from . import console
 from .arguments import within
 from .errors import DTYPES, Case, Squares, measure, measure_cached, worst
 from .local_ranks import Launch, RankFailedError, Worker, run_ranks
-
-SECONDS_PER_LAUNCH = 300
 
 CASES = (
     Case("causal, n prime", DilatedPattern((16, 101), (1, 4), is_causal=True), 101, 2, 6, 6, 24),
@@ -145,14 +142,15 @@ def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
     return trials, rows
 
 
-def run_trials(trials: Sequence[Trial], on_step: Callable[[], object]) -> list[Row]:
+def run_trials(trials: Sequence[Trial], on_step: Callable[[], object], seconds: float) -> list[Row]:
     """Run trials that share a backend, an exchange and a number of ranks, in new processes. Returns a row for each
     trial.
 
-    If a process crashes or hangs, all of `trials` fail. The other trials of `rda check` still run.
+    If a process crashes, or still runs after so many seconds, all of `trials` fail. The other trials of `rda check`
+    still run.
     """
     has_gpus = any(trial.device == "cuda" for trial in trials)
-    launch = Launch(trials[0].num_processes, has_gpus=has_gpus, seconds=SECONDS_PER_LAUNCH)
+    launch = Launch(trials[0].num_processes, has_gpus=has_gpus, seconds=seconds)
     try:
         ranks = run_ranks(launch, _measure_all, trials, on_report=lambda *message: on_step())
     except RankFailedError as error:
@@ -203,11 +201,7 @@ def _context(trial: Trial, sharding: str) -> ContextParallel | None:
         return None
     if trial.exchange == SIMULATED:
         return all_ranks(trial.num_ranks, sharding=sharding)
-    return ContextParallel(
-        sharding=sharding,
-        exchange=trial.exchange,
-        timeout=timedelta(seconds=SECONDS_PER_LAUNCH),
-    )
+    return ContextParallel(sharding=sharding, exchange=trial.exchange)
 
 
 EXAMPLES = """examples:
@@ -236,16 +230,23 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="P",
         help="numbers of ranks (default 1 2 3)",
     )
+    add(
+        "--timeout",
+        type=within(1, 86_400),
+        default=300,
+        metavar="S",
+        help="seconds for one backend, exchange and number of ranks (default 300)",
+    )
     add("--json", action="store_true", help="print the rows as JSON")
 
 
 def run(arguments: Namespace) -> int:
-    rows = check(arguments.ranks)
+    rows = check(arguments.ranks, arguments.timeout)
     print(json.dumps(rows, indent=1) if arguments.json else table(rows))
     return 1 if any(row["verdict"] == "failed" for row in rows) else 0
 
 
-def check(ranks: Iterable[int]) -> list[Row]:
+def check(ranks: Iterable[int], seconds: float) -> list[Row]:
     trials: list[Trial] = []
     impossible: list[Row] = []
     for num_ranks in ranks:
@@ -256,7 +257,7 @@ def check(ranks: Iterable[int]) -> list[Row]:
     with console.progress(sum(len(trial.cases) for trial in trials), "case") as bar:
         for names, group in groupby(trials, lambda x: (x.backend, x.exchange, x.num_ranks)):
             bar.note("{}, {}, ranks: {}".format(*names))
-            results += run_trials(list(group), bar.update)
+            results += run_trials(list(group), bar.update, seconds)
     return results + impossible
 
 
