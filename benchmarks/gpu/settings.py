@@ -75,15 +75,4 @@ QUICK = Settings(
     model_width=32,
     model_layers=2,
     ceiling_rows=128,
-    tests=(
-        "tests/kernels/test_cuda.py::test_strides_make_no_difference",
-        "tests/kernels/test_cuda.py::test_nan_stays_in_its_segment",
-        "tests/kernels/test_cuda.py::test_no_positions",
-        "tests/kernels/test_row_kernels.py",
-        "tests/kernels/test_sdpa.py::test_the_choice",
-        *Settings().tests[3:],
-    ),
-    tests_of_ranks=(
-        "tests/ranks/test_host_memory.py::test_messages_through_the_host_bring_what_direct_ones_bring",
-    ),
 )
