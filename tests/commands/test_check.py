@@ -6,10 +6,11 @@ import os
 
 import pytest
 import torch
+from transcripts import PREPARED, play
 
 from ring_dilated_attention import kernels
 from ring_dilated_attention.commands import check, cli, errors
-from ring_dilated_attention.commands.local_ranks import Launch, RankFailedError, Worker, run_ranks
+from ring_dilated_attention.commands.local_ranks import Launch, RankFailedError, run_ranks
 from ring_dilated_attention.pattern import DilatedPattern
 
 CASE = errors.Case("small", DilatedPattern((8, 19), (1, 3), is_causal=True), 19, 1, 3, 3, 8)
@@ -47,8 +48,9 @@ def test_a_query_without_keys_must_have_no_weight():
     assert errors.relative(errors.squares(expected, expected)) == 0
 
 
-def test_every_row_of_one_and_two_ranks_passes(capsys):
+def test_every_row_of_one_and_two_ranks_passes(tmp_path, monkeypatch, capsys):
     """The command as a user runs it; on this machine what needs a GPU says so."""
+    monkeypatch.chdir(tmp_path)
     assert cli.main(["check", "--ranks", "1", "2", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     passed = [row for row in rows if row["verdict"] == "passed"]
@@ -62,20 +64,25 @@ def test_every_row_of_one_and_two_ranks_passes(capsys):
         *check.EXCHANGES,
     }
     if not torch.cuda.is_available():
-        reasons = {row["reason"] for row in rows if row["backend"] == "sdpa"}
-        assert reasons == {"serves CUDA tensors, got cpu"}
+        monkeypatch.setattr(check, "check", lambda *_: rows)
+        play(PREPARED / "check.txt", capsys)
 
 
-def die(worker, *args):
-    if worker.rank == worker.world_size - 1:
+def crash_or_find_infinity(worker, trials):
+    if trials[0].exchange != check.CACHE:
         os._exit(3)
-    return []
+    return [[{"out": (math.inf, 1.0)}] * len(trial.cases) for trial in trials]
 
 
-def test_a_crash_is_a_failed_row(monkeypatch, capsys):
-    monkeypatch.setattr(check, "_measure_all", die)
-    assert cli.main(["check", "--ranks", "1"]) == 1
-    assert "died without a word" in capsys.readouterr().out
+def test_a_crash_and_infinity_are_failed_rows(tmp_path, monkeypatch, capsys):
+    """Catches Infinity, which JSON does not have, and a table that fails over it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(check, "_measure_all", crash_or_find_infinity)
+    play(PREPARED / "check_failed.txt", capsys)
+    assert cli.main(["check", "--ranks", "1", "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert [row.get("error") for row in rows[:8]] == [None] * 4 + ["inf"] * 4
 
 
 def sleep(worker, seconds):
@@ -98,16 +105,10 @@ def test_a_failing_rank_is_quoted():
         run_ranks(Launch(1), raise_it)
 
 
-def test_a_result_that_is_not_finite_is_json(monkeypatch, capsys):
-    """Catches Infinity, which JSON does not have, and a table that fails over it."""
+def test_the_timeout_is_that_of_the_ranks(monkeypatch, capsys):
+    def out_of_time(launch, *args, **options):
+        raise RankFailedError(f"no answer within {launch.seconds} s")
 
-    def here(launch, function, trials, on_report):
-        return [function(Worker(0, 1, on_report), trials)]
-
-    monkeypatch.setattr(check, "run_ranks", here)
-    monkeypatch.setattr(check, "measure_cached", lambda *_: {"out": (math.inf, 1.0)})
-    trial = check.Trial("cpu", "cpu", check.CACHE, torch.float32, 1)
-    [row] = check.run_trials([trial], lambda: None, 60)
-    assert (row["error"], row["verdict"]) == ("inf", "failed")
-    assert json.loads(json.dumps(row, allow_nan=False)) == row
-    assert " inf " in check.table([row])
+    monkeypatch.setattr(check, "run_ranks", out_of_time)
+    assert cli.main(["check", "--ranks", "1", "--timeout", "7"]) == 1
+    assert capsys.readouterr().out.count("no answer within 7 s") == 8

@@ -15,7 +15,7 @@ from shlex import split
 
 import pytest
 from full_disk import on_a_full_disk
-from helpers import ROOT
+from transcripts import SESSIONS, made_up, play
 
 import ring_dilated_attention
 from ring_dilated_attention.commands import cli, local_ranks, terminal
@@ -161,43 +161,16 @@ def test_what_is_held_back_comes_at_the_end():
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-SESSIONS = ROOT / "tests" / "data" / "transcripts"
-
-
-def made_up(decoder, batch, rows, *_):
-    return {"kept": 10_000 * rows, "checkpointed": 5_000 * rows}
-
-
-def contents():
-    """Fails over a folder."""
-    return {path: path.read_bytes() for path in Path().iterdir()}
-
-
 @pytest.mark.parametrize("session", sorted(SESSIONS.glob("*.txt")), ids=lambda path: path.stem)
 def test_transcripts(session, tmp_path, monkeypatch, capsys):
-    """Each file is a session in a folder with `files`: commands, and what they print, stdout before stderr. For a new
-    one write its commands alone. With WRITE_TRANSCRIPTS=1 this test writes what they print, and fails where that is
-    new: read what git diff shows. Catches a file or folder that a refused command leaves or writes over, and one that
+    """In a folder with `files`. (Sessions in `prepared` are those of tests that prepare more.) Catches a command that
     measures something first.
 
     What a model holds is made up: other tests run one to weigh it, and that takes a second."""
-    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(local_ranks, "run_ranks", None)
     monkeypatch.setattr("ring_dilated_attention.forecast.meshes.weigh_activations", made_up)
     monkeypatch.chdir(shutil.copytree(SESSIONS / "files", tmp_path / "here"))
-    expected = session.read_text()
-    theirs = contents()
-    shown = ""
-    for line in re.findall(r"^\$ rda .*", expected, re.MULTILINE):
-        code = cli.main(split(line, comments=True)[2:])
-        out, error = capsys.readouterr()
-        shown += f"{line}\n{out}{error}"
-        if code:
-            shown += f"exit code {code}\n"
-        assert code != 2 or contents() == theirs
-    if "WRITE_TRANSCRIPTS" in os.environ:
-        session.write_text(shown)
-    assert shown == expected
+    play(session, capsys)
 
 
 @pytest.mark.parametrize("path", ["/dev/full", "/dev/null"])
