@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pages import block
+from transcripts import PREPARED, play
 
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel
@@ -131,26 +132,6 @@ def test_text_comes_from_a_file_or_a_pipe(folder, tmp_path, monkeypatch, capsys)
     assert json.loads(out[2]) == json.loads(out[3]) | {"file": str(file)}
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("generate RUN --prompt a --temperature -1", "temperature=-1.0 must be 0"),
-        ("generate BAD --prompt a", "BAD/checkpoint-000008/TENSORS is damaged: its size or"),
-        ("evaluate RUN /dev/null --context 1", "/dev/null: no context has 2 bytes"),
-    ],
-)
-def test_refusals(line, message, folder, tmp_path, capsys, monkeypatch):
-    """BAD: a run whose checkpoint is damaged."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(folder, "BAD")
-    [tensors] = Path("BAD").glob("checkpoint-*/*.safetensors")
-    tensors.write_bytes(b"not one")
-    name, *more = split(line.replace("RUN", str(folder)))
-    assert main([name, *more]) == 2
-    said = message.replace("TENSORS", tensors.name)
-    assert capsys.readouterr().err.startswith(f"rda {name}: {said}")
-
-
 def test_ctrl_c_ends_in_good_order(folder, capsys, monkeypatch):
     """Catches a traceback, and figures that are lost."""
     generate = LongNetLM.generate
@@ -205,19 +186,14 @@ def test_bits_of_contexts_are_those_of_one_call_each(folder, chunk, context, mon
     assert bits == pytest.approx(sum(expected), rel=1e-5)
 
 
-def test_evaluate(folder, tmp_path, capsys):
+def test_a_session(folder, tmp_path, monkeypatch, capsys):
     """Catches a context that is not that of training, and a sentence whose figures are not the record's."""
-    (tmp_path / "text.txt").write_bytes(TEXT[:1000])
-    out = []
-    for more in ("--json", "", "--context 0"):
-        assert main(["evaluate", str(folder), str(tmp_path / "text.txt"), *more.split()]) == 0
-        out.append(capsys.readouterr().out)
-    record = json.loads(out[0])
-    # of each context the first byte is not predicted
-    assert (record["context"], record["num_bytes"]) == (96, 1000 - 11)
-    bits = f"{record['bits_per_byte']:.3f} bits per byte"
-    assert out[1] == f"{bits} over 989 bytes, in contexts of 96 bytes\n"
-    assert "999 bytes, in contexts of 1,000 bytes" in out[2]
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "run")
+    Path("text.txt").write_bytes(TEXT[:1000])
+    printed = play(PREPARED / "writing.txt", capsys)
+    bits, exact = re.findall(r"\b\d\.\d{3,}", printed)[:2]
+    assert bits == f"{float(exact):.3f}"
 
 
 def test_evaluating_holds_no_more_of_a_longer_text(folder, monkeypatch):
