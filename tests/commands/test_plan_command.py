@@ -2,14 +2,17 @@
 
 import json
 import re
+import shutil
 from shlex import split
 
 import pytest
 from matplotlib.image import imread
+from transcripts import PREPARED, SESSIONS, made_up, play
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.console import scaled
 from ring_dilated_attention.commands.hardware import Machine, as_toml, machine_of
+from ring_dilated_attention.forecast import meshes
 from ring_dilated_attention.forecast.call_cost import Exchange, PlannedCall, forecast
 from ring_dilated_attention.forecast.clock import Hardware
 from ring_dilated_attention.pattern import DilatedPattern
@@ -129,15 +132,9 @@ def test_hardware_files_that_cannot_be(content, message, tmp_path):
         machine_of(str(path))
 
 
-def test_a_model_of_a_config(tmp_path, capsys):
-    """With the pattern of the options. Catches one that the config has, and is taken instead."""
-    sizes = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "vocab_size": 99}
-    saved = {"segment_lengths": [64], "dilation_rates": [4]}
-    fields = sizes | {"model_type": "llama", "num_attention_heads": 8, "dilated_attention": saved}
-    fields["attn_implementation"] = "dilated"  # as a model with a pattern saves it
-    path = tmp_path / "config.json"
-    words = [*split("plan model --seq-len 256 --window 16 --config"), str(path)]
-    path.write_text(json.dumps(fields))
-    out = " ".join(printed(capsys, *words).split())
-    assert "transformers' llama of " in out
-    assert "pattern: a sliding window of 16" in out
+def test_a_model_of_a_config(tmp_path, monkeypatch, capsys):
+    """Its activations are weighed. That they are so many is made up."""
+    weigh = meshes.weigh_activations
+    monkeypatch.setattr(meshes, "weigh_activations", lambda *args: weigh(*args) and made_up(*args))
+    monkeypatch.chdir(shutil.copytree(SESSIONS / "files", tmp_path / "here"))
+    play(PREPARED / "plan_config.txt", capsys)
