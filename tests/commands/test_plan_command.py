@@ -97,7 +97,9 @@ def test_cells_of_a_picture_are_the_definition(pattern):
 def test_pictures_are_made(tmp_path, capsys):
     picture = tmp_path / "folder" / "B\u00fccher.png"
     assert printed(capsys, *PLAN, "--seq-len", "32", "--picture", str(picture)).isascii()
-    assert imread(picture).std() > 0.1
+    image = imread(picture)
+    assert image.std() > 0.1
+    assert image.shape[1] > 3 * image.shape[0]  # four heads, side by side
 
 
 def test_hardware_files_come_back(tmp_path):

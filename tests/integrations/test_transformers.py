@@ -19,7 +19,6 @@ from torch.nn.functional import cross_entropy
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForCausalLM,
     StaticCache,
@@ -101,18 +100,6 @@ def test_equal_to_the_definition(name, kind, pattern):
     close(found, loss_and_gradients(model, inputs, counts))
 
 
-def test_the_flattening_collator():
-    """transformers' own, with and without borders: each document as if it were alone."""
-    model = make("llama")
-    documents = [tokens(1, n, seed=n)[0] for n in (5, 11, 1)]
-    alone = torch.cat([model(x[None]).logits[0] for x in documents])
-    for borders in (True, False):
-        collator = DataCollatorWithFlattening(return_flash_attn_kwargs=borders)
-        batch = collator([{"input_ids": x.tolist()} for x in documents])
-        assert ("cu_seq_lens_q" in batch) == borders
-        close(model(**batch).logits[0], alone)
-
-
 CHECKPOINTS = {
     "computed again": ({"use_reentrant": False}, 4),
     "computed again in a graph of its own": ({"use_reentrant": True}, 4),
@@ -172,6 +159,8 @@ def test_a_compiled_step_from_a_static_cache(compiled):
     expected = model(ids, use_cache=False).logits
     cache = StaticCache(config=model.config, max_cache_len=16)
     step = compiled(model, fullgraph=True)
+    mask = ours.make_mask(2, 8, 16, config=model.config, device=ids.device)
+    assert mask.shape == (2, 8)  # of the first rows, and not of all that the cache could hold
     model(ids[:, :8], past_key_values=cache)
     for place in range(8, 12):
         position = torch.tensor([[place]])
@@ -186,7 +175,7 @@ CACHES = {
     "none": lambda model: {"use_cache": False},
     "dynamic": lambda model: {},
     "static": lambda model: {"cache_implementation": "static", "disable_compile": True},
-    "in chunks": lambda model: {"prefill_chunk_size": 3},
+    "in chunks": lambda model: {"prefill_chunk_size": 2},  # as many rows as key/value heads
     "bounded": lambda model: {"past_key_values": BoundedCache(model)},
     "bounded, in chunks": lambda model: {
         "past_key_values": BoundedCache(model),
@@ -329,6 +318,8 @@ def test_what_attention_cannot_do():
         said = message_of(lambda n=name, v=value: attend(**{n: v}))
         assert said.startswith(f"LlamaAttention passes {name}")
     assert attend(use_cache=True)[0].shape == (1, 6, 4, 8)
+    said = message_of(lambda: ours.attend(module, query, key.repeat(1, 1, 2, 1), key, None))
+    assert said.startswith("6 queries and 12 keys")
 
 
 HOLES = {"attention_mask": torch.tensor([[1] * 3 + [0] * 2 + [1] * 7, [0] * 2 + [1] * 10])}

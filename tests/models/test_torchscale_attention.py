@@ -151,6 +151,7 @@ def rank_attends(rank, world_size, cases):
         for x, pattern, message in refused:
             with pytest.raises(ValueError, match=message):
                 torchscale_attention(x, x, x, pattern, parallel=cp)
+        assert not cp.ranks.warned
         cp.close()
 
 

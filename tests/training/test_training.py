@@ -44,7 +44,12 @@ from ring_dilated_attention.training.options import (
     add_hyperparameters,
     resolve,
 )
-from ring_dilated_attention.training.rank_launcher import cause, leave_reason, started
+from ring_dilated_attention.training.rank_launcher import (
+    cause,
+    leave_reason,
+    share_of_cores,
+    started,
+)
 from ring_dilated_attention.training.run import Run
 from ring_dilated_attention.training.run_folder import LOCK_FILE
 from ring_dilated_attention.training.run_report import summary, write_report
@@ -457,6 +462,10 @@ class TestCommand:
         given = dict(pair.split("=") for pair in environment.split())
         with mock.patch.dict(os.environ, given, clear=True):
             assert started() == place
+
+    def test_ranks_share_the_cores_that_they_may_use(self, monkeypatch):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(1000), raising=False)
+        assert share_of_cores(3) == 333
 
     def test_the_same_command_goes_on_and_another_is_refused(self, capsys):
         play(PREPARED / "train.txt", capsys)
