@@ -261,9 +261,12 @@ def main() -> int:
     chosen = []
     for group in groups:
         for mutant in GROUPS[group]:
-            if mutant.tests == TRITON and find_spec("triton") is None:
-                print(f"left out, since Triton is not installed: {mutant.file}", file=sys.stderr)
-            elif arguments.only in f"{mutant.file}: {mutant.idea}":
+            name = f"{mutant.file}: {mutant.idea}"
+            if arguments.only not in name:
+                continue
+            if mutant.needs is not None and find_spec(mutant.needs) is None:
+                print(f"left out, since {mutant.needs} is not installed: {name}", file=sys.stderr)
+            else:
                 chosen.append((group, mutant))
     recorded = rows_of(arguments.record)
     if arguments.missing:

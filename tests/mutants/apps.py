@@ -108,11 +108,4 @@ MUTANTS = (
         "if not sys.stdout.isatty():",
         ("tests/commands/test_writing.py",),
     ),
-    Mutant(
-        "a folder of embeddings has one set of settings",
-        "commands/embed/folder.py",
-        "if self.settings_file.read_bytes() != self.settings:",
-        "if False:",
-        ("tests/commands/test_embed.py",),
-    ),
 )

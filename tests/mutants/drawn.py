@@ -2,9 +2,12 @@
 
     python tests/mutants/draw.py 7 plan:12 run:6 ranks:9 kernels:4 attention:3 layers:3 simulate:3
     python tests/mutants/draw.py 7 models:4 training:4 commands:2
+    python tests/mutants/draw.py 8 integrations:10 commands:10 models:4 training:4 forecast:3
 
-Tests of integrations/transformers need accelerate, which the environment of `make test` does not have. Those that
-change no result are left out:
+Those of integrations/transformers need accelerate, which the environment of `make test` does not have; that of
+`make test-integrations` has it: .venv-integrations/bin/python -m tests.mutants --only integrations/transformers
+
+The 262,144 pixels of slides were drawn twice. Those that change no result are left out:
 
 - plan/window_maker.py, `portion.piece.start <= portion.document.start`: a portion is cut to its document, so it cannot
   begin before.
@@ -15,6 +18,10 @@ change no result are left out:
 - attention/validate.py, `if not failure := ...`: it is not Python.
 - models/recompute.py, `LOSS_SLICE_LOGITS = 2**19`: the loss is cut into other slices of rows.
 - simulate/weighing.py, a scale of 2.0: it multiplies tensors without data.
+- integrations/transformers/probe.py, `apart[-0][:-1]`: an error names the first of several modules, not the last.
+- commands/plan/decoders.py, `num_hidden_layers = 3`: the tiny copy that is checked has one layer more, and each copy
+  that is weighed gets its own number.
+- models/longnet.py, `labels_BN > IGNORED_LABEL`: a label is -100 or a token, and no token is below 0.
 """
 
 from .mutant import (
@@ -39,6 +46,13 @@ from .mutant import (
     WINDOWS,
     Mutant,
 )
+
+AGREED = ("tests/training/test_agreement.py",)
+DOCTOR = ("tests/commands/test_doctor.py",)
+EMBED = ("tests/commands/test_embed.py",)
+PLANNED = ("tests/commands/test_plan_command.py",)
+SUGGEST = ("tests/forecast/test_suggest.py",)
+TRAIN = "tests/training/test_training.py::TestCommand"
 
 MUTANTS = (
     Mutant(
@@ -326,13 +340,202 @@ MUTANTS = (
         "commands/doctor/examination.py",
         "max(0.0, max(small) - tile)",
         "max(-1.0, max(small) - tile)",
-        ("tests/commands/test_doctor.py",),
+        DOCTOR,
     ),
     Mutant(
         "a model has twelve layers unless the user says how many",
         "commands/suggest.py",
         "default=12,",
         "default=11,",
-        ("tests/forecast/test_suggest.py",),
+        SUGGEST,
+    ),
+    Mutant(
+        "a BoundedCache keeps no rows for going back unless it is asked to",
+        "integrations/transformers/cache.py",
+        "max_len: int | None = None, keep: int = 0) -> None:",
+        "max_len: int | None = None, keep: int = -1) -> None:",
+        ("tests/integrations/test_transformers_cache.py",),
+    ),
+    Mutant(
+        "results from a cache lie position by position",
+        "integrations/transformers/attention_function.py",
+        "return out.masked_fill(is_uncovered, 0).transpose(1, 2)",
+        "return out.masked_fill(is_uncovered, 0).transpose(1, 1)",
+        ("tests/integrations/test_transformers.py::test_greedy_generation",),
+    ),
+    Mutant(
+        "positions of models like RoBERTa count all tokens but padding",
+        "integrations/transformers/sample.py",
+        "valid = ids != padding",
+        "valid = ids <= padding",
+        ("tests/integrations/test_transformers_whole.py::test_a_classifier_of_sequences",),
+    ),
+    Mutant(
+        "cached key/value heads are shared if they are fewer than the query heads",
+        "integrations/transformers/attention_function.py",
+        "is_grouped = query.shape[1] != key.shape[1]",
+        "is_grouped = query.shape[2] != key.shape[1]",
+        ("tests/integrations/test_transformers.py::test_greedy_generation",),
+    ),
+    Mutant(
+        "results of a padded batch go back to the rows of their tokens",
+        "integrations/transformers/attention_function.py",
+        "return out.index_copy(0, valid_T, out_1THD[0])",
+        "return out.index_copy(-1, valid_T, out_1THD[0])",
+        ("tests/integrations/test_transformers.py::test_equal_to_the_definition",),
+    ),
+    Mutant(
+        "a cache that holds nothing yet has no rows to repeat",
+        "integrations/transformers/cache.py",
+        "    def batch_repeat_interleave(self, repeats: int) -> None:\n        if self.cache is not None:",
+        "    def batch_repeat_interleave(self, repeats: int) -> None:\n        if not self.cache is not None:",
+        ("tests/integrations/test_transformers_cache.py",),
+    ),
+    Mutant(
+        "the first rows in a static cache are a whole sequence",
+        "integrations/transformers/attention_function.py",
+        "if kv_length == q_length or (not is_compiling and int(q_offset) == 0):",
+        "if kv_length == q_length or (is_compiling and int(q_offset) == 0):",
+        ("tests/integrations/test_transformers.py::test_a_compiled_step_from_a_static_cache",),
+    ),
+    Mutant(
+        "a model that asks for dilated attention is checked when it is made",
+        "integrations/transformers/probe.py",
+        "if asked == NAME:",
+        "if asked < NAME:",
+        ("tests/integrations/test_transformers_check.py",),
+    ),
+    Mutant(
+        "without a mask, keys are no more than queries",
+        "integrations/transformers/attention_function.py",
+        "if num_keys != num_rows:",
+        "if num_keys < num_rows:",
+        ("tests/integrations/test_transformers.py::test_what_attention_cannot_do",),
+    ),
+    Mutant(
+        "the inputs of a call whose backward is timed have gradients",
+        "commands/doctor/examination.py",
+        "torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3)",
+        "torch.randn(shape, dtype=dtype, device=device, requires_grad=False) for _ in range(3)",
+        DOCTOR,
+    ),
+    Mutant(
+        "a complete run says how to write with it, another how to go on",
+        "commands/train.py",
+        'if record["status"] == "complete":\n        print',
+        'if not record["status"] == "complete":\n        print',
+        (f"{TRAIN}::test_interrupted_ranks_save_and_go_on",),
+    ),
+    Mutant(
+        "a picture shows up to four heads",
+        "commands/plan/picture.py",
+        "MOST_POSITIONS, MOST_HEADS = 128, 4",
+        "MOST_POSITIONS, MOST_HEADS = 128, 3",
+        PLANNED,
+    ),
+    Mutant(
+        "ranks are simulated in the trials of simulated ranks alone",
+        "commands/check.py",
+        "if trial.exchange == SIMULATED:\n        return",
+        "if trial.exchange < SIMULATED:\n        return",
+        ("tests/commands/test_check.py",),
+    ),
+    Mutant(
+        "the reason of a refusal is said",
+        "commands/train.py",
+        "if str(error) and (isinstance(error, Refusal) or started().rank == 0):",
+        "if not str(error) and (isinstance(error, Refusal) or started().rank == 0):",
+        AGREED,
+    ),
+    Mutant(
+        "within a host there may be no latency",
+        "commands/hardware.py",
+        '"host_latency_seconds": (0, 0.1, SECONDS),',
+        '"host_latency_seconds": (1, 0.1, SECONDS),',
+        PLANNED,
+    ),
+    Mutant(
+        "a folder of embeddings has one set of settings",
+        "commands/embed/folder.py",
+        "if self.settings_file.read_bytes() != self.settings:",
+        "if self.settings_file.read_bytes() < self.settings:",
+        EMBED,
+    ),
+    Mutant(
+        "a budget may be that of dense attention",
+        "commands/suggest.py",
+        "if arguments.speedup < 1:",
+        "if arguments.speedup <= 1:",
+        SUGGEST,
+    ),
+    Mutant(
+        "h5py is needed for slides in its files alone",
+        "commands/embed/embed.py",
+        'if any(path.suffix in (".h5", ".hdf5") for path in slides.values()):',
+        'if not any(path.suffix in (".h5", ".hdf5") for path in slides.values()):',
+        EMBED,
+    ),
+    Mutant(
+        "nobody is warned of shards that padding made uneven",
+        "models/torchscale/gate.py",
+        "ranks.expect_lengths([stop - start for start, stop in pairwise(padded_borders)])",
+        "ranks.expect_lengths([stop + start for start, stop in pairwise(padded_borders)])",
+        TORCHSCALE,
+    ),
+    Mutant(
+        "a slide has no more than 2^31 tiles on a side",
+        "models/longnet_vit.py",
+        "MOST_TILES_OF_A_SIDE = 2**31",
+        "MOST_TILES_OF_A_SIDE = 3**31",
+        SLIDES,
+    ),
+    Mutant(
+        "ranks differ in a field if its values are not the same",
+        "training/agreement.py",
+        "if value != fields_of_first[name]:",
+        "if value == fields_of_first[name]:",
+        AGREED,
+    ),
+    Mutant(
+        "the memory of a process is a number before its unit",
+        "training/machine.py",
+        "field)).split()[0]",
+        "field)).split()[-1]",
+        ("tests/training/test_training.py::test_memory_figures",),
+    ),
+    Mutant(
+        "ranks share the cores that this process may use",
+        "training/rank_launcher.py",
+        "len(os.sched_getaffinity(0)) if hasattr(os",
+        "len(os.sched_getaffinity(0)) if not hasattr(os",
+        (f"{TRAIN}::test_ranks_share_the_cores_that_they_may_use",),
+    ),
+    Mutant(
+        "a file that another program wrote is not replaced by a count of starts",
+        "training/run_folder.py",
+        "file.read(len(MAKER)) == MAKER.encode()",
+        "file.read(len(MAKER)) >= MAKER.encode()",
+        ("tests/training/test_files.py",),
+    ),
+    Mutant(
+        "a layer hears by all branches",
+        "forecast/reach.py",
+        "for branch in branches:",
+        "for branch in []:",
+        SUGGEST,
+    ),
+    Mutant(
+        "segments of all lengths below the sequence's are tried",
+        "forecast/suggestions.py",
+        "if SHORTEST * 2**k < seq_len]",
+        "if SHORTEST * 3**k < seq_len]",
+        SUGGEST,
+    ),
+    Mutant(
+        "with a window, the last queries of a segment that see keys before it are followed",
+        "forecast/reach.py",
+        "queries |= {start + pattern.window - place for",
+        "queries |= {start + pattern.window + place for",
+        SUGGEST,
     ),
 )

@@ -43,6 +43,9 @@ SCORING = ("tests/training/test_scoring.py", "tests/commands/test_writing.py")
 CHECKPOINT = ("tests/training/test_checkpoint.py",)
 CONVENTIONS = ("tests/integrations/test_torch_conventions.py",)
 
+# By how the paths of tests begin: a package without which they are not collected.
+NEEDS = {TRITON[0]: "triton", "tests/integrations/test_transformers": "accelerate"}
+
 
 class Mutant(NamedTuple):
     """A change of one place in a file of the package, the idea that it breaks, and the tests that should notice."""
@@ -57,3 +60,8 @@ class Mutant(NamedTuple):
     def enough(self) -> int:
         """How many cases must notice."""
         return 2 if self.file.split("/")[0] in CORE else 1
+
+    @property
+    def needs(self) -> str | None:
+        """The package that its tests need, if the environment of `make test` may lack it."""
+        return next((NEEDS[start] for start in NEEDS if self.tests[0].startswith(start)), None)
