@@ -428,9 +428,9 @@ MUTANTS = (
     ),
     Mutant(
         "a picture shows up to four heads",
-        "commands/plan/picture.py",
-        "MOST_POSITIONS, MOST_HEADS = 128, 4",
-        "MOST_POSITIONS, MOST_HEADS = 128, 3",
+        "pictures.py",
+        "MOST_HEADS = 4",
+        "MOST_HEADS = 3",
         PLANNED,
     ),
     Mutant(
