@@ -7,7 +7,7 @@ Unverified: no GPU has run it. B batch, N positions, H query heads, G key/value 
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from typing import Any
@@ -18,8 +18,6 @@ from torch import Tensor
 from ..plan.rows import Rows
 from .contract import GradientSum, TileRows
 
-# In the table each tile has this many integers, followed by the pointers and strides of the tile's tensors.
-FIELDS = 12
 # One launch of `write_kernel` writes this many integers to the table. Twelve tiles of a forward need 240. GPUs allow 4
 # KB of arguments.
 NUMBERS = 256
@@ -35,7 +33,7 @@ def why_not(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"serves CUDA tensors, got {device}"
     try:
-        _table([[0]], device)
+        _write([ODD], device)
     except Exception as error:  # noqa: BLE001  whatever a compiler raises
         reason = f"Triton does not work here ({type(error).__name__}: {error})"
         warnings.warn(f"Results are merged one by one, which is slower: {reason}.", stacklevel=2)
@@ -49,29 +47,9 @@ def merge_rows(
     from .row_kernels import merge_kernel
 
     _check(out, lse)
-    batch, num_rows, num_heads, head_dim = out.shape  # (B, N, H, D)
-    if out.numel() == 0:
-        return
-
-    numbers = list(map(_numbers, partials))
-    _launch(
-        merge_kernel,
-        batch,
-        num_rows,
-        len(heads),
-        1,
-        # the kernel's arguments
-        out,
-        lse,
-        _table(numbers, out.device),
-        len(partials),
-        num_rows,
-        num_heads,
-        heads.start,
-        len(heads),
-        ADDS=adds,
-        **_constants(head_dim, _dtype(partials, out), numbers, num_large=1),
-    )
+    _, num_rows, num_heads, _ = out.shape  # (B, N, H, D)
+    sizes = (len(partials), num_rows, num_heads, heads.start, len(heads))
+    _launch(merge_kernel, (out, lse), partials, len(heads), 1, *sizes, ADDS=adds)
 
 
 def add_rows(sums: Sequence[GradientSum], factor: float, *, adds: bool) -> None:
@@ -79,45 +57,31 @@ def add_rows(sums: Sequence[GradientSum], factor: float, *, adds: bool) -> None:
 
     targets = [x.total for x in sums]
     _check(*targets)
-    batch, num_rows, num_heads, head_dim = targets[0].shape  # (B, N, H, D)
-    if targets[0].numel() == 0:
-        return
-
+    _, num_rows, num_heads, _ = targets[0].shape  # (B, N, H, D)
     num_block_heads = len(sums[0].heads)
     kv_heads = sums[-1].heads
     num_kv_heads = targets[-1].shape[2]
 
     # List the tiles of dq, then the tiles of dk, then the tiles of dv.
-    tiles: list[TileRows] = []
-    counts: list[int] = []
-    for x in sums:
-        tiles += x.gradients
-        counts.append(len(x.gradients))
-    numbers = list(map(_numbers, tiles))
+    tiles = [tile for x in sums for tile in x.gradients]
+    counts = [len(x.gradients) for x in sums]
 
     # Pass three tensors, because the kernel always takes three. If dq is the only sum, the kernel touches neither the
     # second nor the third tensor.
     num_missing = 3 - len(sums)
     targets += targets[:1] * num_missing
     counts += [0] * num_missing
+    sizes = (num_rows, num_heads, num_kv_heads, kv_heads.start, num_block_heads)
     _launch(
         add_kernel,
-        batch,
-        num_rows,
+        targets,
+        tiles,
         num_block_heads,
         len(sums),
-        # the kernel's arguments
-        *targets,
-        _table(numbers, targets[0].device),
         *counts,
-        num_rows,
-        num_heads,
-        num_kv_heads,
-        kv_heads.start,
-        num_block_heads,
+        *sizes,
         float(factor),
         ADDS=adds,
-        **_constants(head_dim, _dtype(tiles, targets[0]), numbers, num_large=1),
     )
 
 
@@ -126,46 +90,49 @@ def lay_out_rows(
 ) -> None:
     from .row_kernels import lay_out_kernel
 
-    batch, num_rows, _, head_dim = out.shape  # (B, N, H, D)
-    if out.numel() == 0 or not tiles:
+    if not tiles:
         return
-
-    numbers = list(map(_numbers, tiles))
-    _launch(
-        lay_out_kernel,
-        batch,
-        num_rows,
-        len(heads),
-        1,
-        # the kernel's arguments
-        dout,
-        out,
-        lse,
-        _table(numbers, out.device),
-        len(tiles),
-        num_rows,
-        heads.start,
-        len(heads),
-        *dout.stride()[:3],
-        *out.stride()[:3],
-        *lse.stride(),
-        **_constants(head_dim, out.dtype, numbers, num_large=2),
-    )
+    sizes = (len(tiles), out.shape[1], heads.start, len(heads))
+    strides = (*dout.stride()[:3], *out.stride()[:3], *lse.stride())
+    _launch(lay_out_kernel, (dout, out, lse), tiles, len(heads), 1, *sizes, *strides)
 
 
 def _launch(
     kernel: Any,
-    batch: int,
-    num_rows: int,
+    tensors: Sequence[Tensor],
+    tiles: Sequence[TileRows],
     num_heads: int,
     num_targets: int,
     *args: Any,
     **constants: Any,
 ) -> None:
-    """Launch one program for each target (such as dq), batch entry, head and block of rows."""
-    num_blocks = -(-num_rows // constants["BN"])
-    with _on_device(args[0]):
-        kernel[(batch * num_blocks * num_heads, num_targets)](*args, **constants)
+    """Launch one program for each target (such as dq), batch entry, head and block of rows.
+
+    The kernel takes the tensors, the table of the tiles, and `args`. The first tensor is (B, N, H, D).
+    """
+    from .row_kernels import DTYPES
+
+    x = tensors[0]
+    batch, num_rows, _, head_dim = x.shape
+    if x.numel() == 0:
+        return
+
+    dtype = tiles[0].tensors[0].dtype if tiles else x.dtype
+    odd_numbers, is_aligned = _described(tiles, dtype.itemsize)
+    num_block_rows = _block_rows(head_dim)
+    num_programs = batch * -(-num_rows // num_block_rows) * num_heads
+    with _on_device(x):
+        kernel[(num_programs, num_targets)](
+            *tensors,
+            _write(odd_numbers, x.device),
+            *args,
+            D=head_dim,
+            BD=_padded(head_dim),
+            BN=num_block_rows,
+            DTYPE=DTYPES[dtype],
+            ALIGNED=16 // dtype.itemsize if is_aligned else 1,
+            **constants,
+        )
 
 
 def _on_device(x: Tensor) -> AbstractContextManager[Any]:
@@ -189,58 +156,36 @@ def _padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _dtype(tiles: Sequence[TileRows], total: Tensor) -> torch.dtype:
-    return tiles[0].tensors[0].dtype if tiles else total.dtype
-
-
-def _constants(
-    head_dim: int, dtype: torch.dtype, numbers_of_tiles: Sequence[Sequence[int]], num_large: int
-) -> dict[str, Any]:
-    """The constants that a kernel is compiled with.
-
-    num_large: how many of a tile's tensors have the dim D. These tensors come first. If all their rows begin at
-    multiples of 16 bytes, ALIGNED in the result is the number of elements in 16 bytes. Otherwise ALIGNED is 1.
-    """
-    from .row_kernels import DTYPES
-
+def _described(tiles: Sequence[TileRows], itemsize: int) -> tuple[list[int], bool]:
+    """The numbers of all tiles for the table, as `write_kernel` takes them, and whether all rows of D elements begin at
+    multiples of 16 bytes."""
+    odd_numbers: list[int] = []
     bits = 0
-    for numbers in numbers_of_tiles:
-        for i in range(FIELDS, FIELDS + 4 * num_large, 4):
-            pointer, stride_b, stride_h, stride_m = numbers[i : i + 4]
-            bits |= pointer | (stride_b | stride_h | stride_m) * dtype.itemsize
-
-    return {
-        "D": head_dim,
-        "BD": _padded(head_dim),
-        "BN": _block_rows(head_dim),
-        "DTYPE": DTYPES[dtype],
-        "ALIGNED": 1 if bits % 16 else 16 // dtype.itemsize,
-    }
-
-
-def _numbers(tile: TileRows) -> list[int]:
-    """The integers that describe a tile in the table, as `row_kernels.py` reads them."""
-    rows, entry, tensors = tile
-    # `entries`: start and stop of the tile's batch entries. If `entry` is None, the tile has all entries, and `stop` is
-    # larger than any batch.
-    entries = (0, 2**31 - 1) if entry is None else (entry, entry + 1)
-    numbers = [*entries, *_geometry(rows)]
-
-    # Append each tensor's pointer and the strides of its first three dims.
-    for x in tensors:
-        strides = x.stride()
-        assert len(strides) == 3 or strides[3] == 1
-        numbers += (x.data_ptr(), *strides[:3])
-    return numbers
+    for rows, entry, tensors in tiles:
+        odd_numbers += _geometry(rows, entry)
+        # Append each tensor's pointer and the strides of its first three dims.
+        for x in tensors:
+            pointer = x.data_ptr()
+            odd_strides, bits_of_strides = _strides(x.stride(), itemsize)
+            odd_numbers.append(2 * pointer + ODD)
+            odd_numbers += odd_strides
+            if x.dim() == 4:  # not lse
+                bits |= pointer | bits_of_strides
+    return odd_numbers, bits % 16 == 0
 
 
 @lru_cache(maxsize=4096)
-def _geometry(rows: Rows) -> tuple[int, ...]:
+def _geometry(rows: Rows, entry: int | None) -> list[int]:
+    """The first numbers of a tile in the table, which `row_kernels.py` reads, as `write_kernel` takes them."""
     heads, first, shift, step, num_rows, segments, segment_step = rows
+    # `entries`: start and stop of the tile's batch entries. If `entry` is None, the tile has all entries, and `stop` is
+    # larger than any batch.
+    entries = (0, 2**31 - 1) if entry is None else (entry, entry + 1)
     last = first + (len(heads) - 1) * shift + (segments - 1) * segment_step + (num_rows - 1) * step
     if segments == 1:  # with a step larger than every row index, all rows are in segment 0
         segment_step = 2**31 - 1
-    return (
+    numbers = (
+        *entries,
         first,
         last + 1,
         heads.start,
@@ -252,18 +197,27 @@ def _geometry(rows: Rows) -> tuple[int, ...]:
         segments,
         segment_step,
     )
+    return [2 * number + ODD for number in numbers]
 
 
-def _table(numbers_of_tiles: Iterable[Iterable[int]], device: torch.device) -> Tensor:
-    """A flat int64 tensor on the device with the numbers of all tiles, which `write_kernel` writes."""
+@lru_cache(maxsize=4096)
+def _strides(strides: tuple[int, ...], itemsize: int) -> tuple[list[int], int]:
+    """The strides of a tensor's first three dims, as `write_kernel` takes them, and in one number the bits that are set
+    in a stride in bytes."""
+    stride_b, stride_h, stride_m, *last = strides
+    assert last in ([], [1])
+    odd_strides = [2 * stride + ODD for stride in strides[:3]]
+    return odd_strides, (stride_b | stride_h | stride_m) * itemsize
+
+
+def _write(odd_numbers: list[int], device: torch.device) -> Tensor:
+    """A flat int64 tensor on the device with the numbers, which `write_kernel` writes."""
     from .row_kernels import write_kernel
 
-    odd_numbers = [2 * number + ODD for tile in numbers_of_tiles for number in tile]
-    odd_numbers += [ODD] * (-len(odd_numbers) % NUMBERS)
-
-    table = torch.empty(len(odd_numbers), dtype=torch.int64, device=device)
+    padded = (*odd_numbers, *[ODD] * (-len(odd_numbers) % NUMBERS))
+    table = torch.empty(len(padded), dtype=torch.int64, device=device)
     with _on_device(table):
-        for start in range(0, len(odd_numbers), NUMBERS):
-            some_numbers = tuple(odd_numbers[start : start + NUMBERS])
+        for start in range(0, len(padded), NUMBERS):
+            some_numbers = padded[start : start + NUMBERS]
             write_kernel[(1,)](table[start:], some_numbers, NUM=NUMBERS, OFFSET=ODD >> 1)
     return table
