@@ -12,6 +12,7 @@ torch's flash.
 Names are those of `contract.py`.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -87,21 +88,17 @@ def _any_tile(query: Tensor) -> TileFacts:
     The example tile has two rows on every rank, however many positions a rank has. So either all ranks refuse the call,
     or none does.
     """
-    q_BHMD = query.transpose(1, 2)
-    return _tile(q_BHMD, q_BHMD)._replace(batch=1, num_rows=2, num_keys=2)
+    _, _, num_heads, head_dim = query.shape
+    capability = torch.cuda.get_device_capability(query.device)
+    return TileFacts(query.dtype, capability, 1, num_heads, 2, 2, head_dim)
 
 
 def _tile(q_BHMD: Tensor, k_BGLD: Tensor, is_backward: bool = False) -> TileFacts:
     batch, num_heads, num_rows, head_dim = q_BHMD.shape
+    num_keys = k_BGLD.shape[2]
+    capability = torch.cuda.get_device_capability(q_BHMD.device)
     return TileFacts(
-        q_BHMD.dtype,
-        torch.cuda.get_device_capability(q_BHMD.device),
-        batch,
-        num_heads,
-        num_rows,
-        num_keys=k_BGLD.shape[2],
-        head_dim=head_dim,
-        is_backward=is_backward,
+        q_BHMD.dtype, capability, batch, num_heads, num_rows, num_keys, head_dim, is_backward
     )
 
 
@@ -114,7 +111,10 @@ def _listed(against: dict[str, str | None]) -> str:
 
 
 def _first(tile: TileFacts) -> str | None:
-    return next((name for name in in_order(tile) if OPS[name].why_not(tile) is None), None)
+    for name in in_order(tile):
+        if OPS[name].why_not(tile) is None:
+            return name
+    return None
 
 
 def _choose(tile: TileFacts) -> str:
@@ -134,17 +134,22 @@ def _row_multiple(x: Tensor) -> int:
     return 16 // x.element_size()
 
 
-def _aligned(x_BHMD: Tensor) -> Tensor:
-    """The tensor, or a copy whose rows, strides and pointer are multiples of 16 bytes, as the ops need them."""
-    width = _row_multiple(x_BHMD)
-    if x_BHMD.shape[-1] % width:
-        return pad(x_BHMD, (0, -x_BHMD.shape[-1] % width))
+def _aligned(tensors_BHMD: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, or copies whose rows, strides and pointers are multiples of 16 bytes, as the ops need them. The
+    tensors have the same dtype and head dim."""
+    width = _row_multiple(tensors_BHMD[0])
+    padding = -tensors_BHMD[0].shape[3] % width
+    if padding:
+        return [pad(x, (0, padding)) for x in tensors_BHMD]
 
-    stride_b, stride_h, stride_m, last = x_BHMD.stride()
-    assert last == 1
-    if x_BHMD.data_ptr() % 16 or (stride_b | stride_h | stride_m) % width:
-        return x_BHMD.clone(memory_format=torch.contiguous_format)
-    return x_BHMD
+    aligned: list[Tensor] = []
+    for x in tensors_BHMD:
+        stride_b, stride_h, stride_m, last = x.stride()
+        assert last == 1
+        if x.data_ptr() % 16 or (stride_b | stride_h | stride_m) % width:
+            x = x.clone(memory_format=torch.contiguous_format)
+        aligned.append(x)
+    return aligned
 
 
 def _heads_together(x_BHMD: Tensor) -> Tensor:
@@ -157,24 +162,27 @@ def _heads_together(x_BHMD: Tensor) -> Tensor:
     return x_BHMD.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _prepared(
-    q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_backward: bool
-) -> tuple[str, Tensor, Tensor, Tensor]:
-    """The name of the op that takes a tile, and query, key and value as this op needs them."""
-    name = _choose(_tile(q_BHMD, k_BGLD, is_backward))
-    q, k, v = map(_aligned, (q_BHMD, k_BGLD, v_BGLD))
+def _prepared(*given: Tensor) -> tuple[str, list[Tensor]]:
+    """The name of the op that takes a tile, and the tensors as this op needs them: query, key and value, and in
+    backward also dout and out."""
+    query, key = given[:2]
+    name = _choose(_tile(query, key, is_backward=len(given) > 3))
+    tensors = _aligned(given)
 
-    ratio = q_BHMD.shape[1] // k_BGLD.shape[1]
+    ratio = query.shape[1] // key.shape[1]
     if ratio > 1 and not OPS[name].takes_groups:
-        k, v = (x.repeat_interleave(ratio, dim=1) for x in (k, v))  # (B, H, L, D)
-    return name, q, k, v
+        # Expand key and value to (B, H, L, D).
+        tensors[1:3] = [x.repeat_interleave(ratio, dim=1) for x in tensors[1:3]]
+    if not OPS[name].takes_strides:
+        tensors[3:] = map(_heads_together, tensors[3:])
+    return name, tensors
 
 
 def forward(
     q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     num_rows, head_dim = q_BHMD.shape[2:]
-    name, q, k, v = _prepared(q_BHMD, k_BGLD, v_BGLD, is_backward=False)
+    name, (q, k, v) = _prepared(q_BHMD, k_BGLD, v_BGLD)
     op = getattr(aten, f"_scaled_dot_product_{name}_attention")
     out, lse = op(q, k, v, *OPS[name].forward_arguments, 0.0, is_causal, scale=scale)[:2]
 
@@ -182,7 +190,11 @@ def forward(
     # (B, H, M, 1).
     if lse.dim() == 4:
         lse = lse.squeeze(3)
-    return out.narrow(3, 0, head_dim), lse.narrow(2, 0, num_rows)
+    if lse.shape[2] > num_rows:
+        lse = lse.narrow(2, 0, num_rows)
+    if out.shape[3] > head_dim:
+        out = out.narrow(3, 0, head_dim)
+    return out, lse
 
 
 def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,17 +205,15 @@ def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor,
     _, _, num_rows, head_dim = rows.query.shape
     _, num_kv_heads, num_keys, _ = rows.key.shape
     rows = with_dlse_columns(rows, _row_multiple(rows.query))
-    name, q, k, v = _prepared(rows.query, rows.key, rows.value, is_backward=True)
-    dout, out = map(_aligned, (rows.dout, rows.out))
-    if not OPS[name].takes_strides:
-        dout, out = map(_heads_together, (dout, out))
+    name, (q, k, v, dout, out) = _prepared(rows.query, rows.key, rows.value, rows.dout, rows.out)
 
     # Make lse contiguous, with a multiple of `lse_multiple` rows. If lse has too few rows, add rows of inf.
     lse = rows.lse
+    given = lse.shape[2]
     wanted = num_rows + -num_rows % lse_multiple(name)
-    if lse.shape[2] < wanted:
+    if given < wanted:
         lse = pad(lse[..., :num_rows], (0, wanted - num_rows), value=torch.inf)
-    if lse.shape[2] > wanted:
+    if given > wanted:
         lse = lse[..., :wanted]
     lse = lse.contiguous()
 
