@@ -132,8 +132,8 @@ MUTANTS = (
     Mutant(
         "what comes home is added to what the owner's queries gave",
         "run/executor.py",
-        "self.rows(name, rows, None).add_(gradient)",
-        "self.rows(name, rows, None).copy_(gradient)",
+        "self.rows(name, rows).add_(gradient)",
+        "self.rows(name, rows).copy_(gradient)",
         ("tests/simulate/test_one_rank.py", *RANKS),
     ),
     Mutant(

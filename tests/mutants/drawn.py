@@ -156,8 +156,8 @@ MUTANTS = (
     Mutant(
         "a batch of one may have any stride",
         "run/views.py",
-        "assert batch == 1 or entry == segments * segment_step * position, (",
-        "assert batch > 1 or entry == segments * segment_step * position, (",
+        "assert batch == 1 or stride == segments * segment_step * position, (",
+        "assert batch > 1 or stride == segments * segment_step * position, (",
         CALL,
     ),
     Mutant(

@@ -22,7 +22,7 @@ tile's tensors B counts every segment of every batch entry.
 """
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -136,7 +136,7 @@ class _Executor:
         # kernel has none. `kept`: the results that these functions have not yet merged or added, by the name of the
         # accumulator.
         self.merging = self.kernel.merging(query)
-        self.kept: dict[str, list[TileRows]] = {}
+        self.kept: dict[str, list[TileRows]] = defaultdict(list)
 
         # `laid_out`: for each of the next tiles, copies of its rows: dout and out (B, H, M, D), lse (B, H, M or more).
         self.laid_out: deque[tuple[Tensor, ...]] = deque()
@@ -196,22 +196,15 @@ class _Executor:
             row = self.head_dim * itemsize
             return self.plan.num_heads * row, self.plan.num_kv_heads * row
 
-        query = self.alive["query"].stride(1)
-        key = self.alive["key"].stride(1)
-        value = self.alive["value"].stride(1)
+        names = ("query", "key", "value")
+        query, key, value = (self.alive[name].stride(1) for name in names)
         return query * itemsize, min(key, value) * itemsize
 
     # The methods from here to `query_heads` return views of the tensors in `alive`, or a range of heads.
 
-    def rows(self, name: str, rows: Rows, entry: int | None) -> Tensor:
-        """A view of a tile's rows in the tensor `name`: (B, heads, M, D), or (B, heads, M) for lse and dlse.
-
-        entry: a batch entry, or None for all.
-        """
-        x = self.alive[name]
-        if entry is not None:
-            x = x[entry : entry + 1]
-        return rows_view(x, rows)
+    def rows(self, name: str, rows: Rows, entry: int | None = None) -> Tensor:
+        """A view of a tile's rows in the tensor `name`: (B, heads, M, D), or (B, heads, M) for lse and dlse."""
+        return rows_view(self.alive[name], rows, entry)
 
     def block(self, buffer: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Two views of a block of a buffer, (B, G, L, D) each: keys and values, or their gradients."""
@@ -249,8 +242,8 @@ class _Executor:
         buffer = self.flat(step.size, self.dtype)
         for rows, block in step.packs:
             key, value = self.block(buffer, block)  # (B, G, L, D) each
-            key.copy_(self.rows("key", rows, None))
-            value.copy_(self.rows("value", rows, None))
+            key.copy_(self.rows("key", rows))
+            value.copy_(self.rows("value", rows))
         self.alive[step.name] = buffer
 
     def take(self, step: steps.Take) -> None:
@@ -299,7 +292,7 @@ class _Executor:
         for rows, block in self.plan.packs_of(step.where.message):
             gradients = self.block(arrived, block)  # (B, G, L, D) each
             for name, gradient in zip(("dk", "dv"), gradients, strict=True):
-                self.rows(name, rows, None).add_(gradient)
+                self.rows(name, rows).add_(gradient)
 
     # The methods below call the kernel, and make the tensors that the kernel reads.
 
@@ -311,7 +304,7 @@ class _Executor:
         # causal.
         is_causal = tile.mask != FULL
         if step.what == "partial":
-            query = self.tile_rows(step, "query")  # (B, H, M, D)
+            query = self.tile_rows(step, "query", tile.query)  # (B, H, M, D)
             key, value = self.keys(step)  # (B, G, L, D)
             out, lse = self.kernel.forward(query, key, value, is_causal, scale)
             self.results = {"out": out, "lse": lse}
@@ -324,26 +317,24 @@ class _Executor:
         if tile.mask == FROM_END:
             self.results = {name: result.flip(2) for name, result in self.results.items()}
 
-    def tile_rows(self, step: steps.Compute, name: str) -> Tensor:
-        """The query rows of a tile in a tensor: (B, H, M, D) in query, dout and out, (B, H, M) in lse and dlse."""
-        return self.copied(step, name, self.rows(name, step.tile.query, step.entry))
+    def tile_rows(self, step: steps.Compute, name: str, rows: Rows) -> Tensor:
+        """Rows of a tile in a tensor, as the kernel reads them: (B, heads, M, D), or (B, heads, M) in lse and dlse."""
+        return self.copied(step, name, rows_view(self.alive[name], rows, step.entry))
 
     def keys(self, step: steps.Compute) -> tuple[Tensor, Tensor]:
         """Keys and values of a tile, (B, G, L, D) each: from this rank's tensors, a cache or a chunk."""
         tile = step.tile
         if step.keys in (OWN_ROWS, CACHED_ROWS):
             assert isinstance(tile.key, Rows)
-            names = ("key", "value") if step.keys == OWN_ROWS else ("cached key", "cached value")
-            key, value = (self.rows(name, tile.key, step.entry) for name in names)
-        else:
-            # Read the keys from a block of a received chunk, or of this rank's own chunk (`packed`).
-            block = tile.key if isinstance(tile.key, Block) else tile.packed
-            assert block is not None
-            key, value = self.block(self.alive[step.keys], block)
+            prefix = "" if step.keys == OWN_ROWS else "cached "
+            key = self.tile_rows(step, prefix + "key", tile.key)
+            return key, self.tile_rows(step, prefix + "value", tile.key)
 
-        key = self.copied(step, "key", key)
-        value = self.copied(step, "value", value)
-        return key, value
+        # Read the keys from a block of a received chunk, or of this rank's own chunk (`packed`).
+        block = tile.key if isinstance(tile.key, Block) else tile.packed
+        assert block is not None
+        key, value = self.block(self.alive[step.keys], block)
+        return self.copied(step, "key", key), self.copied(step, "value", value)
 
     def copied(self, step: steps.Compute, name: str, rows: Tensor) -> Tensor:
         """The rows as the kernel reads them: reversed if the mask is FROM_END, and copied if `step.copied` contains
@@ -359,30 +350,23 @@ class _Executor:
 
     def backward_rows(self, step: steps.Compute) -> BackwardRows:
         """The inputs of the kernel's backward for a tile."""
-        dlse = self.tile_rows(step, "dlse") if "dlse" in self.alive else None  # (B, H, M)
-        query = self.tile_rows(step, "query")  # (B, H, M, D)
+        rows = step.tile.query
+        dlse = self.tile_rows(step, "dlse", rows) if "dlse" in self.alive else None  # (B, H, M)
+        query = self.tile_rows(step, "query", rows)  # (B, H, M, D)
 
         if not self.laid_out:
-            dout, out, lse = (self.tile_rows(step, name) for name in ("dout", "out", "lse"))
+            dout, out, lse = (self.tile_rows(step, name, rows) for name in ("dout", "out", "lse"))
         else:
             dout, out, lse = self.laid_out.popleft()
             if step.tile.mask == FROM_END:
-                num_rows = step.tile.query.num_rows
                 dout = dout.flip(2)
                 out = out.flip(2)
                 # Reverse only the tile's rows of lse, because rows of padding must stay at the end.
-                lse = torch.cat((lse[..., :num_rows].flip(2), lse[..., num_rows:]), dim=2)
+                its_lse, padding = lse[..., : rows.num_rows], lse[..., rows.num_rows :]
+                lse = torch.cat((its_lse.flip(2), padding), dim=2)
 
         key, value = self.keys(step)  # (B, G, L, D)
-        return BackwardRows(
-            dout=dout,
-            dlse=dlse,
-            query=query,
-            key=key,
-            value=value,
-            out=out,
-            lse=lse,
-        )
+        return BackwardRows(dout, dlse, query, key, value, out, lse)
 
     def copy(self, step: steps.Copy) -> None:
         """For each tile of the step, copy the tile's rows of dout, out and lse to new tensors in `laid_out`.
@@ -413,8 +397,11 @@ class _Executor:
         for (tile, entry), lse in zip(step.calls, _full_of_inf(shapes, lse_BNH), strict=True):
             rows = tile.query
             batch, num_heads, _ = lse.shape
-            sizes = (2, batch, rows.num_rows, num_heads, width)
-            dout, out = out_BNHD.new_empty(sizes).transpose(2, 3).unbind()
+            row = num_heads * width
+            size = rows.num_rows * row
+            shape = (2, batch, num_heads, rows.num_rows, width)
+            strides = (batch * size, size, width, row, 1)
+            dout, out = out_BNHD.new_empty_strided(shape, strides).unbind()
             self.laid_out.append((dout, out, lse))
             tiles.append(TileRows(rows, entry, (dout, out, lse)))
 
@@ -450,7 +437,8 @@ class _Executor:
         partial_out = self.results.pop("out")  # (B, H, M, D)
         partial_lse = self.results.pop("lse")  # (B, H, M)
         if step.how == "keep":
-            self.keep("out", step.tile.query, step.entry, partial_out, partial_lse)
+            partial = TileRows(step.tile.query, step.entry, (partial_out, partial_lse))
+            self.kept["out"].append(partial)
             return
 
         if step.how == "adopt":
@@ -482,7 +470,7 @@ class _Executor:
         rows = step.tile.query if step.name == "dq" else step.tile.key
         if step.how == "keep":
             assert isinstance(rows, Rows)
-            self.keep(step.name, rows, step.entry, result)
+            self.kept[step.name].append(TileRows(rows, step.entry, (result,)))
             return
 
         if isinstance(rows, Rows):
@@ -507,19 +495,15 @@ class _Executor:
         shape = self.alive[_LIKE[name]].shape
         self.alive[name] = result_BHMD.transpose(1, 2).contiguous().view(shape)
 
-    def keep(self, name: str, rows: Rows, entry: int | None, *tensors: Tensor) -> None:
-        """Keep a tile's result until the next `Gather` step."""
-        self.kept.setdefault(name, []).append(TileRows(rows, entry, tensors))
-
     def gather(self, step: steps.Gather) -> None:
         """Merge all kept partials into out and lse, or add all kept gradients to dq, dk and dv, for some heads."""
         assert self.merging is not None
         heads = self.query_heads(step.kv_heads)
         if step.names == ("out",):
             partials = self.kept.pop("out", [])
-            out = self.alive["out"]
-            lse = self.alive["lse"]
-            self.merging.merge(out, lse, partials, heads, adds=step.adds)
+            self.merging.merge(
+                self.alive["out"], self.alive["lse"], partials, heads, adds=step.adds
+            )
             return
 
         sums: list[GradientSum] = []
@@ -584,9 +568,10 @@ def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> T
 
     # `rows_of_place[i]`: the tensor received from rank i of the group, (B, n, h, D). It has the positions of rank i and
     # the heads that this rank computes.
-    rows_of_place: list[Tensor] = []
-    for x, length in zip(received, dealing.lengths, strict=True):
-        rows_of_place.append(x.view(batch, length, share, *dims))
+    rows_of_place = [
+        x.view(batch, length, share, *dims)
+        for x, length in zip(received, dealing.lengths, strict=True)
+    ]
 
     # Start with an empty tensor, because `cat` needs at least one tensor, and a group may own no positions.
     in_order = [rows_of_place[0][:, :0]]

@@ -3,6 +3,8 @@
 B batch, N positions, S segments, M rows of one segment and phase, H query heads, G key/value heads, D head dim.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -31,30 +33,43 @@ def with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
+def rows_view(x_BNHD: Tensor, rows: Rows, entry: int | None = None) -> Tensor:
     """The rows as a view (B·S, heads, M, D), or (B·S, heads, M) if the tensor is (B, N, H).
+
+    entry: a batch entry, or None for all.
 
     Nothing is copied. So a single stride must lead from each segment to the next, even from the last segment of a batch
     entry to the first segment of the next entry (`folds`).
     """
+    sizes, strides, offset = _layout(rows, entry, x_BNHD.shape, x_BNHD.stride())
+    return x_BNHD.as_strided(sizes, strides, x_BNHD.storage_offset() + offset)
+
+
+@lru_cache(maxsize=4096)
+def _layout(
+    rows: Rows, entry: int | None, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """The sizes and strides of the rows' view, and the offset at which it begins in a tensor of this shape and these
+    strides."""
     heads, first, shift, step, num_rows, segments, segment_step = rows
-    batch = x_BNHD.shape[0]
-    # the strides of the tensor's dims B, N and H
-    entry, position, head, *_ = x_BNHD.stride()
+    batch, _, _, *head_dim = shape
+    stride, position, head, *last = strides
+    offset = first * position + heads.start * head
+    if entry is not None:
+        batch = 1
+        offset += entry * stride
 
     # Set the stride of the view's first dim, even if that dim has size 1, because torch may have any stride there and
     # kernels compare strides.
     if segments > 1 or batch == 1:
-        assert batch == 1 or entry == segments * segment_step * position, (
+        assert batch == 1 or stride == segments * segment_step * position, (
             "no single stride leads through batch entries and segments"
         )
-        entry = segment_step * position
+        stride = segment_step * position
 
-    # The strides of (B·S, heads, M, D). If the tensor is (B, N, H), the stride of D is dropped below.
-    strides = (entry, heads.step * head + shift * position, step * position, 1)
-    offset = x_BNHD.storage_offset() + first * position + heads.start * head
-    sizes = (batch * segments, len(heads), num_rows, *x_BNHD.shape[3:])
-    return x_BNHD.as_strided(sizes, strides[: x_BNHD.dim()], offset)
+    sizes = (batch * segments, len(heads), num_rows, *head_dim)
+    strides = (stride, heads.step * head + shift * position, step * position, *last)
+    return sizes, strides, offset
 
 
 def folds(x_BN: Tensor) -> bool:
