@@ -117,12 +117,8 @@ def append(
         if count > 1:
             write(plan, key[entries, :count], value[entries, :count], memory[:, entries], position)
 
-    ends: list[int] = []
-    new_floors: list[int] = []
-    for position, count, floor in zip(positions, counts, floors, strict=True):
-        end = position + count
-        ends.append(end)
-        new_floors.append(max(floor, plan.floor(end)))
+    ends = [position + count for position, count in zip(positions, counts, strict=True)]
+    new_floors = [max(floor, plan.floor(end)) for floor, end in zip(floors, ends, strict=True)]
     progress.copy_(torch.tensor([ends, new_floors], device="cpu"))
 
     # Return the results without a copy if, as usual, all sequences have the same position and number of new rows.
@@ -319,9 +315,8 @@ def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Ten
 
 def packed_size(plan: CachePlan, shard: Shard, position: int, like: Tensor) -> int:
     """The number of elements of the tensor that `packed` returns. like: a key tensor (B, N, G, D)."""
-    num_rows = 0
-    for buffers, numbers, _ in plan.kept_of(shard, position):
-        num_rows += len(buffers.kv_heads) * len(numbers)
+    kept = plan.kept_of(shard, position)
+    num_rows = sum(len(buffers.kv_heads) * len(numbers) for buffers, numbers, _ in kept)
     batch, _, _, head_dim = like.shape
     return 2 * batch * num_rows * head_dim
 

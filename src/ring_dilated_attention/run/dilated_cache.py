@@ -269,14 +269,12 @@ class DilatedCache:
         """The sequences so far, for torch.save and `load_state_dict`. The tensors are on the CPU, and hold only rows to
         which a query can still attend."""
         progress = self.progress.to("cpu", copy=True)
-        rows: list[Tensor] = []
-        for b, (position, floor) in enumerate(progress.T.tolist()):
-            rows.append(self._rows_of(b, position, floor))
+        places = enumerate(progress.T.tolist())
         return {
             "cache": self._described(),
             "keep": self.plan.keep,
             "progress": progress,
-            "rows": rows,
+            "rows": [self._rows_of(b, position, floor) for b, (position, floor) in places],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -464,11 +462,7 @@ def _plan(
 def _sizes(plan: CachePlan, position: int, floor: int) -> list[int]:
     """For each entry of `plan.buffers`, how many rows of a sequence are kept, summed over the entry's key/value
     heads."""
-    sizes: list[int] = []
-    for buffers in plan.buffers:
-        num_kept = len(plan.kept(buffers, position, floor))
-        sizes.append(len(buffers.kv_heads) * num_kept)
-    return sizes
+    return [len(x.kv_heads) * len(plan.kept(x, position, floor)) for x in plan.buffers]
 
 
 def _fit(progress: Any, rows: Any) -> bool:
