@@ -175,8 +175,8 @@ def _described(tiles: Sequence[TileRows], itemsize: int) -> tuple[list[int], boo
 
 
 @lru_cache(maxsize=4096)
-def _geometry(rows: Rows, entry: int | None) -> list[int]:
-    """The first numbers of a tile in the table, which `row_kernels.py` reads, as `write_kernel` takes them."""
+def _geometry(rows: Rows, entry: int | None) -> tuple[int, ...]:
+    """The first numbers of a tile in the table, as `write_kernel` takes them. `row_kernels.py` reads the numbers."""
     heads, first, shift, step, num_rows, segments, segment_step = rows
     # `entries`: start and stop of the tile's batch entries. If `entry` is None, the tile has all entries, and `stop` is
     # larger than any batch.
@@ -197,16 +197,16 @@ def _geometry(rows: Rows, entry: int | None) -> list[int]:
         segments,
         segment_step,
     )
-    return [2 * number + ODD for number in numbers]
+    return tuple(2 * number + ODD for number in numbers)
 
 
 @lru_cache(maxsize=4096)
-def _strides(strides: tuple[int, ...], itemsize: int) -> tuple[list[int], int]:
-    """The strides of a tensor's first three dims, as `write_kernel` takes them, and in one number the bits that are set
-    in a stride in bytes."""
+def _strides(strides: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], int]:
+    """The strides of a tensor's first three dims, as `write_kernel` takes them, and all bits that are set in any of the
+    strides in bytes."""
     stride_b, stride_h, stride_m, *last = strides
     assert last in ([], [1])
-    odd_strides = [2 * stride + ODD for stride in strides[:3]]
+    odd_strides = tuple(2 * stride + ODD for stride in strides[:3])
     return odd_strides, (stride_b | stride_h | stride_m) * itemsize
 
 
