@@ -142,9 +142,10 @@ fuzz: $(VENV)/.installed
 	FUZZ=1 $(BIN)/python -m pytest -n auto $(if $(SEED),--hypothesis-seed $(SEED)) \
 	  $$(grep -rl --include='*.py' '^@given' tests)
 
-# Small changes of the source that break one idea each: which tests notice them? It takes a quarter of an hour.
-mutants: $(VENV)/.installed
-	$(BIN)/python -m tests.mutants
+# Small changes of the source that break one idea each: which tests notice them? It takes a quarter of an hour, in the
+# environment that has accelerate. Triton is in none: pip install triton, for the mutant of its kernels.
+mutants: $(OTHERS)/.installed
+	$(EXTENSIONS) python -m tests.mutants
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --all

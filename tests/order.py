@@ -7,7 +7,6 @@ LONGEST = (
     "test_nothing_is_found",
     "test_runs_in_a_minute[train_fsdp2]",
     "test_every_row_of_one_and_two_ranks_passes",
-    "test_a_broken_program_is_noticed",
     "test_interrupted_ranks_save_and_go_on",
     "test_a_rank_that_does_not_",
     "test_one_of_each_fault",

@@ -203,7 +203,7 @@ def judge_all(
     return without_false_ones([verdicts[number] for number in range(len(chosen))], all_copies)
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
+def table(verdicts: Sequence[Verdict], num_left_out: int) -> str:
     lines = ["", "cases   the tests that noticed", ""]
     for verdict in verdicts:
         lines.append(
@@ -212,6 +212,8 @@ def table(verdicts: Sequence[Verdict]) -> str:
         lines += [f"        {case}" for case in verdict.failed or ["NO TEST FAILED"]]
     noticed = sum(verdict.is_noticed for verdict in verdicts)
     lines.append(f"\n{noticed} of {len(verdicts)} mutants are noticed by enough cases.")
+    if num_left_out:
+        lines.append(f"{num_left_out} were left out: what they need is not installed.")
     return "\n".join(lines)
 
 
@@ -259,6 +261,7 @@ def main() -> int:
     if wrong := misfits():
         parser.error("the source has changed, and mutants do not fit it:\n" + "\n".join(wrong))
     chosen = []
+    num_left_out = 0
     for group in groups:
         for mutant in GROUPS[group]:
             name = f"{mutant.file}: {mutant.idea}"
@@ -266,6 +269,7 @@ def main() -> int:
                 continue
             if mutant.needs is not None and find_spec(mutant.needs) is None:
                 print(f"left out, since {mutant.needs} is not installed: {name}", file=sys.stderr)
+                num_left_out += 1
             else:
                 chosen.append((group, mutant))
     recorded = rows_of(arguments.record)
@@ -289,7 +293,7 @@ def main() -> int:
     if arguments.record is not None:
         seconds = round(time.monotonic() - began)
         keep(with_recorded(rows, recorded), seconds_of_last_run=seconds, at_once=arguments.jobs)
-    print(json.dumps(rows, indent=1) if arguments.json else table(verdicts))
+    print(json.dumps(rows, indent=1) if arguments.json else table(verdicts, num_left_out))
     return int(not all(verdict.is_noticed for verdict in verdicts))
 
 
