@@ -32,8 +32,13 @@ VARIES = {
     # of `rda check`: errors, tolerances, and which result came nearest to its tolerance
     r"\d\.\de-\d\d(?= +(\d\.\de-\d\d +)?(passed|failed)  )": "#.#e-##",
     r"(out|lse|d[qkv]) of '.*'$": "<result> of '<case>'",
-    # torch's words
-    r"(?<=^rda embed: --device )(\S+) cannot be used: .*": r"\1 cannot be used: <reason>",
+    r"(?<= on host )\S+(?=:)": "<host>",
+    # of `rda train`: words of torch, safetensors or Python
+    r"(?<=cannot be read: )(Missing key in .*?/|SafetensorError: ).*(?=; move )": r"\1<...>",
+    r"(?<=it is no JSON )\(.*\)": "(<reason>)",
+    # of `rda embed`: words of torch, numpy, h5py or the system
+    r"(?<=^rda embed: )"
+    r"(slides/(damaged_2.npz|sparse.pt)|(--device \S+|--out /\S+|\S+) cannot be \w+): .*(\n .*)*": r"\1: <reason>",
 }
 
 
@@ -51,15 +56,18 @@ def contents():
 def play(session, capsys):
     """Compares what commands print, in this folder, with a transcript. Returns all that they printed, as it was.
 
-    Catches a file or folder that a refused command leaves or writes over. Lines without `rda` are run by a shell."""
+    Catches a file or folder that a refused command leaves or writes over. Lines that do not begin with `rda`, or with
+    its variables, are run by a shell."""
     expected = session.read_text()
     printed, shown = "", ""
     for line in re.findall(r"^\$ .*", expected, re.MULTILINE):
         before = contents()
         code = 0
-        words = split(line, comments=True)[1:]
-        if words[0] == "rda":
-            code = cli.main(words[1:])
+        given, rda, words = line.removeprefix("$ ").partition("rda ")
+        place = given.split()
+        if rda and all("=" in word for word in place):
+            with mock.patch.dict(os.environ, dict(word.split("=") for word in place)):
+                code = cli.main(split(words, comments=True))
             out, error = capsys.readouterr()
             text = out + error
         else:
