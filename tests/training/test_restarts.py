@@ -21,7 +21,6 @@ from restart_trials import TEXT, Job, Size, is_running, run_trial, whole_result
 from torch.distributed.elastic.multiprocessing.api import PContext
 
 from ring_dilated_attention.commands import train
-from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.models.saved_run import STATE_FILE
 from ring_dilated_attention.training import checkpoint, loop
 from ring_dilated_attention.training.agreement import store_of_launcher
@@ -113,26 +112,6 @@ def test_the_only_rank_of_a_torchrun_without_restarts_ends_with_it():
             time.sleep(0.05)
         assert not job.orphans()
     assert "saved at step" in job.said.read_text()
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            "--restarts 2 --run-folder run",
-            "--restarts 2, but another launcher started these ranks, and it alone",
-        ),
-        (
-            "",
-            "torchrun --max-restarts needs --run-folder: in it restarted ranks find their run",
-        ),
-    ],
-)
-def test_torchrun_counts_restarts_itself(words, said, capsys):
-    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}
-    with mock.patch.dict(os.environ, torchrun):
-        assert main(["train", *words.split()]) == 2
-    assert said in capsys.readouterr().err
 
 
 def leave_checkpoint(step):
