@@ -13,6 +13,7 @@ import pytest
 import torch
 from forked import ForkedLauncher
 from helpers import free_port
+from transcripts import PREPARED, play
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands import local_ranks as processes
@@ -74,34 +75,17 @@ def one(rank, flops=1e12, **more):
     return fine | more
 
 
-def answer(monkeypatch, capsys, words, *everyone):
-    """The exit code and output of a doctor whose ranks find this."""
+def play_with(monkeypatch, capsys, name, *everyone):
+    """A session with a doctor whose ranks find this."""
     monkeypatch.setattr(processes, "run_ranks", lambda *arguments: [everyone])
-    return cli.main(["doctor", *words.split()]), capsys.readouterr().out
-
-
-TRANSCRIPT = """\
-rank 0: torch 2.13.0, GPU none
-network interfaces of h0: lo
-network interfaces of h1: ib0, lo
-rank  host  device   memory       forward     backward
-0     h0    CPU     8.00 GB  1.00 TFLOP/s  500 GFLOP/s
-1     h0    CPU     8.00 GB   100 GFLOP/s  500 GFLOP/s
-2     h1    P100    16.0 GB  1.00 TFLOP/s  500 GFLOP/s
-attention in float32
-neighbouring ranks: 16.8 MB/s one way, latency 100.0 µs
-not ready: torch differs: 2.13.0 on rank 0, 2.12.0 on rank 2. Take the same
-  everywhere
-not ready: GPU differs: none on rank 0, P100 on rank 2. Take the same everywhere
-"""
+    play(PREPARED / f"doctor_{name}.txt", capsys)
 
 
 def test_what_is_wrong_ends_the_answer(monkeypatch, capsys):
-    """And "ready" is not said."""
+    """And "ready" is not said. Ranks of a launcher are not started again."""
     card = {"device": "P100", "memory_bytes": 16e9, "kernel": "sdpa", "interfaces": ["ib0", "lo"]}
     other = one(2, versions={"torch": "2.12.0", "GPU": "P100"}, **card)
-    everyone = [one(0), one(1, flops=1e11), other]
-    assert answer(monkeypatch, capsys, "--ranks 3", *everyone) == (1, TRANSCRIPT)
+    play_with(monkeypatch, capsys, "wrong", one(0), one(1, flops=1e11), other)
 
 
 @pytest.mark.parametrize(("kernel", "memory"), [("cpu", 4e9), ("sdpa", 8e9)])
@@ -109,8 +93,7 @@ def test_what_is_saved(kernel, memory, monkeypatch, capsys):
     """Catches a host's memory divided among the ranks of others too, and the rates of the rank that ended first: all
     others are waited for."""
     everyone = [one(rank, flops=1e12 / (1 + rank), kernel=kernel) for rank in range(4)]
-    code, out = answer(monkeypatch, capsys, "--ranks 4 --save here.toml", *everyone)
-    assert (code, out.endswith("\nready\n")) == (0, True)
+    play_with(monkeypatch, capsys, "saves", *everyone)
     found = machine_of("here.toml")
     assert (found.memory_bytes, found.hardware.flops_per_second) == (memory, 2.5e11)
 
@@ -118,10 +101,7 @@ def test_what_is_saved(kernel, memory, monkeypatch, capsys):
 def test_one_rank_has_measured_no_network(monkeypatch, capsys):
     """Catches a network that nobody measured, on which eight ranks would never wait; and a batch script that waits for
     tasks which nobody started: Slurm's variables outside of a step."""
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    code, out = answer(monkeypatch, capsys, "", one(0, messages=None))
-    assert (code, out.endswith("attention in float32\nready\n")) == (0, True)
+    play_with(monkeypatch, capsys, "alone", one(0, messages=None))
 
 
 def launched(ranks, num_ranks, more):
@@ -173,13 +153,6 @@ def test_the_reason_of_a_failed_rank_is_said(capsys):
     with mock.patch.object(processes, "run_ranks", side_effect=error):
         assert cli.main(split("doctor --ranks 2")) == 1
     assert capsys.readouterr().err == f"rda doctor: not ready: {error}\n"
-
-
-def test_ranks_of_a_launcher_are_not_started_again(monkeypatch, capsys):
-    [place] = launched([0], 2, {})
-    with mock.patch.dict(os.environ, place):
-        assert cli.main(split("doctor --ranks 2")) == 2
-    assert "a launcher started 2 ranks: leave --ranks out" in capsys.readouterr().err
 
 
 def test_no_time_is_below_zero(monkeypatch):
