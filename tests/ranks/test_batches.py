@@ -8,6 +8,7 @@ part, and no clock.
 
 from itertools import product
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -33,8 +34,22 @@ PATTERNS = [
 ]
 
 
-def posted(exchange, stage, pattern, sharding, world_size):
-    """What every rank posts: batches of sides of messages, in order. A side is (is_send, peer, size, moment)."""
+class Side(NamedTuple):
+    """One side of a message."""
+
+    is_send: bool
+    peer: int
+    size: int
+    moment: str
+
+
+Batches = list[list[Side]]  # of one rank, in the order of posting
+
+
+def posted(
+    exchange: str, stage: str, pattern: DilatedPattern, sharding: str, world_size: int
+) -> list[Batches]:
+    """What every rank posts."""
     shards = make_shards(sharding, ShardSpec(sharding, world_size).default_lengths(LENGTH))
     ranks = []
     for rank in range(world_size):
@@ -43,7 +58,7 @@ def posted(exchange, stage, pattern, sharding, world_size):
         ranks.append(
             [
                 [
-                    (is_send, x.message.peer, x.message.size, post.moment)
+                    Side(is_send, x.message.peer, x.message.size, post.moment)
                     for is_send, slices in ((True, post.sends), (False, post.receives))
                     for x in slices
                 ]
@@ -53,14 +68,14 @@ def posted(exchange, stage, pattern, sharding, world_size):
     return ranks
 
 
-def stuck_ranks(ranks):
+def stuck_ranks(ranks: list[Batches]) -> list[int]:
     """Run everybody's batches; who has some left when nothing moves any more."""
     left = [[list(batch) for batch in batches] for batches in ranks]
 
-    def running(rank, peer, is_send):
+    def running(rank: int, peer: int, is_send: bool) -> Side | None:
         """The next message to or from a peer, if its turn has come."""
         sides = left[rank][0] if left[rank] else []
-        return next((side for side in sides if side[:2] == (is_send, peer)), None)
+        return next((side for side in sides if (side.is_send, side.peer) == (is_send, peer)), None)
 
     has_moved = True
     while has_moved:
@@ -90,9 +105,29 @@ def test_no_rank_is_stuck(exchange, stage, sharding, world_size):
         assert stuck_ranks(ranks) == [], pattern
 
 
+def test_sends_and_receives_apart_are_seen_to_be_stuck():
+    """Proof that the model can fail: in a cycle, everybody sends and nobody has come to receive."""
+    ranks = posted("ring", "backward", PATTERNS[0], "contiguous", 3)
+    apart = [
+        [
+            side
+            for batch in batches
+            for side in ([s for s in batch if s.is_send], [s for s in batch if not s.is_send])
+        ]
+        for batches in ranks
+    ]
+    assert stuck_ranks([[batch for batch in batches if batch] for batches in apart]) == [0, 1, 2]
+
+
+def test_batches_in_another_order_on_one_rank_are_seen():
+    first, *others = posted("ring", "backward", PATTERNS[0], "contiguous", 3)
+    with pytest.raises(AssertionError, match="but rank 1 expects"):
+        stuck_ranks([[*first[1:], first[0]], *others])
+
+
 def test_receives_are_posted_before_sends():
     """Catches messages that go one way at a time between two gloo ranks, of which one is later (`exchange`)."""
-    posted = []
+    posted: list[str] = []
     link = GroupLink.__new__(GroupLink)
     link.members, link.backends = [0, 1], {"cpu": "gloo"}
     link._post = lambda messages, moment: posted.extend(

@@ -10,6 +10,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from itertools import groupby, product
 from typing import Any, NamedTuple
 
@@ -152,7 +153,9 @@ def run_trials(trials: Sequence[Trial], on_step: Callable[[], object], seconds: 
     has_gpus = any(trial.device == "cuda" for trial in trials)
     launch = Launch(trials[0].num_processes, has_gpus=has_gpus, seconds=seconds)
     try:
-        ranks = run_ranks(launch, _measure_all, trials, on_report=lambda *message: on_step())
+        ranks = run_ranks(
+            launch, _measure_all, trials, seconds, on_report=lambda *message: on_step()
+        )
     except RankFailedError as error:
         print(error, file=sys.stderr)
         reason = str(error).strip().splitlines()[-1]
@@ -175,7 +178,7 @@ def run_trials(trials: Sequence[Trial], on_step: Callable[[], object], seconds: 
     return rows
 
 
-def _measure_all(worker: Worker, trials: Sequence[Trial]) -> list[list[Squares]]:
+def _measure_all(worker: Worker, trials: Sequence[Trial], seconds: float) -> list[list[Squares]]:
     results = []
     contexts: dict[str, ContextParallel | None] = {}
     for trial in trials:
@@ -187,7 +190,7 @@ def _measure_all(worker: Worker, trials: Sequence[Trial]) -> list[list[Squares]]
                 squares = measure_cached(case, *how)
             else:
                 if case.sharding not in contexts:
-                    contexts[case.sharding] = _context(trial, case.sharding)
+                    contexts[case.sharding] = _context(trial, case.sharding, seconds)
                 squares = measure(case, *how, contexts[case.sharding])
             squares_of_cases.append(squares)
             if worker.rank == 0:
@@ -196,12 +199,13 @@ def _measure_all(worker: Worker, trials: Sequence[Trial]) -> list[list[Squares]]
     return results
 
 
-def _context(trial: Trial, sharding: str) -> ContextParallel | None:
+def _context(trial: Trial, sharding: str, seconds: float) -> ContextParallel | None:
     if trial.num_ranks == 1:
         return None
     if trial.exchange == SIMULATED:
         return all_ranks(trial.num_ranks, sharding=sharding)
-    return ContextParallel(sharding=sharding, exchange=trial.exchange)
+    timeout = timedelta(seconds=seconds)
+    return ContextParallel(sharding=sharding, exchange=trial.exchange, timeout=timeout)
 
 
 EXAMPLES = """examples:
@@ -264,7 +268,17 @@ def check(ranks: Iterable[int], seconds: float) -> list[Row]:
 def table(rows: Sequence[Row]) -> str:
     """An aligned table of the trials that ran. Lines below the table list the reasons why trials cannot run, each
     reason once."""
-    headers = ("backend", "exchange", "ranks", "dtype", "error", "tolerance", "verdict", "where")
+    headers = (
+        "backend",
+        "exchange",
+        "ranks",
+        "dtype",
+        "cases",
+        "error",
+        "tolerance",
+        "verdict",
+        "where",
+    )
     lines: list[list[str]] = []
     against: dict[str, None] = {}
     for row in rows:
@@ -273,9 +287,10 @@ def table(rows: Sequence[Row]) -> str:
             continue
         cells = [row["backend"], row["exchange"], str(row["num_ranks"]), row["dtype"]]
         if "error" in row:
+            cells += [f"{row['num_cases']} of {len(CASES)}"]
             cells += [f"{float(row['error']):.1e}", f"{row['tolerance']:.1e}"]
             cells += [row["verdict"], row["where"]]
         else:
-            cells += ["", "", row["verdict"], row["reason"]]
+            cells += ["", "", "", row["verdict"], row["reason"]]
         lines.append(cells)
     return "\n".join([console.table(headers, lines, num_left=len(headers)), *against])
