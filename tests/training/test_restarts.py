@@ -203,6 +203,7 @@ def test_a_folder_is_waited_for(tmp_path):
 def orphan(tells, moment):
     """A process that starts one that waits for ever, and ends."""
     os.environ[LAUNCHER] = str(os.getpid())
+    hears_child, tells_parent = os.pipe()
     if os.fork() == 0:
         while moment == "begins" and os.environ[LAUNCHER] == str(os.getppid()):
             time.sleep(0.01)
@@ -210,11 +211,14 @@ def orphan(tells, moment):
         trains = moment == "trains"
         with StopRequest() if trains else nullcontext() as stop:
             tells.send("started")
+            os.write(tells_parent, b"started")
             while not (trains and stop.requested):
                 time.sleep(0.01)
             tells.send("stopping")
             os._exit(0)
-    time.sleep(0 if moment == "begins" else 0.1)
+    os.close(tells_parent)
+    if moment != "begins":
+        os.read(hears_child, 1)
     os._exit(0)
 
 
