@@ -157,7 +157,7 @@ class ForkedLauncher:
     def poll(self):
         return self._process.exitcode
 
-    def end(self, seconds=60):
+    def end(self, seconds=200):
         """What it and its ranks said to the end."""
         self._process.join(seconds)
         assert self.poll() is not None, self.said.read_text()

@@ -100,7 +100,7 @@ def rank_waits_for_one_that_does_not_come(rank, world_size):
 
 def test_a_rank_that_does_not_come():
     """Catches a function of ContextParallel that waits without end, or does not say for whom."""
-    run(3, rank_waits_for_one_that_does_not_come)
+    run(3, rank_waits_for_one_that_does_not_come, seconds=120)
 
 
 def rank_has_nothing_to_send(rank, world_size):

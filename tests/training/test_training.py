@@ -269,7 +269,7 @@ def test_three_ranks_resume_to_the_bit_and_agree_with_one(tmp_path):
 
     Three sequences of 8 bytes go to three ranks, two of 16 cannot; those of --seq-len are always shared.
     """
-    results = run_ranks(3, train_twice, tmp_path)
+    results = run_ranks(3, train_twice, tmp_path, seconds=200)
     losses = results[0][0]
     for (found, calls), rows_of_32 in zip(results, (11, 11, 10), strict=True):
         assert found == losses
