@@ -25,6 +25,9 @@ TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
 TINY = "--seq-len 48 --embed-dim 16 --num-heads 2 --held-out-bytes 96 --segment-lengths 8 48 --dilation-rates 1 3"
 
 
+_HELD: list[socket.socket] = []  # of `free_port`
+
+
 def message_of(call, error=ValueError):
     with pytest.raises(error) as caught:
         call()
@@ -155,6 +158,8 @@ def poisoned_memory(*, warn_only=False):
 
 
 def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+    """It stays bound here, so that Linux gives it to nobody else. Whoever listens by its number may share it."""
+    _HELD.append(socket.socket())
+    _HELD[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _HELD[-1].bind(("127.0.0.1", 0))
+    return str(_HELD[-1].getsockname()[1])
