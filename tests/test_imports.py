@@ -16,7 +16,7 @@ NAME = "ring_dilated_attention"
 
 # The rooms, from the ground up: each imports only those below it, and its own files.
 ROOMS = ("pattern", "plan", "reference", "kernels", "run", "ranks", "attention", "layers")
-ROOMS += ("pictures", "simulate", "models", "forecast", "training", "integrations", "commands")
+ROOMS += ("simulate", "models", "forecast", "training", "integrations", "pictures", "commands")
 # A call or a model's step runs in these. They predict and imitate nothing.
 RUNNING = ("attention", "layers", "models", "integrations")
 # Modules without torch, for people who plan on a laptop.

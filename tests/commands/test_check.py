@@ -68,7 +68,7 @@ def test_every_row_of_one_and_two_ranks_passes(tmp_path, monkeypatch, capsys):
         play(PREPARED / "check.txt", capsys)
 
 
-def crash_or_find_infinity(worker, trials):
+def crash_or_find_infinity(worker, trials, seconds):
     if trials[0].exchange != check.CACHE:
         os._exit(3)
     return [[{"out": (math.inf, 1.0)}] * len(trial.cases) for trial in trials]

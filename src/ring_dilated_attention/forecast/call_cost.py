@@ -119,14 +119,14 @@ def picked_ranks(counted: Counted) -> list[int]:
     num_ranks, job = counted.job.num_ranks, counted.job
     if num_ranks <= DOZEN:
         return list(range(num_ranks))
-    held = []
+    held_bytes = []
     buffers = counted.by_rank(lambda place: place.buffers)
     for shard, buffer in zip(job.shards, buffers, strict=True):
-        held.append(2 * job.num_kv_held * shard_length(shard) + buffer)
+        held_bytes.append(2 * job.num_kv_held * shard_length(shard) + buffer)
     computed = counted.by_rank(lambda place: place.pairs)
     received = counted.by_rank(lambda place: place.received)
     picked = {0, 1, num_ranks // 2, num_ranks - 2, num_ranks - 1}
-    for column in (computed, received, held):
+    for column in (computed, received, held_bytes):
         ranks = sorted(range(num_ranks), key=column.__getitem__, reverse=True)
         picked.update(ranks[:2])
     return sorted(picked)

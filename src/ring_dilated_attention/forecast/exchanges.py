@@ -11,7 +11,7 @@ from .clock import Hardware, time_text
 WORTH_IT = 0.95
 # The sharding zigzag_documents is tried only if documents * ranks**2 is at most this number. Planning this sharding
 # takes long, because each document has a ring of all ranks.
-MOST_DOCUMENT_WORK = 2**17
+MOST_DOCUMENT_WORK = 2**10
 
 
 class Alternative(NamedTuple):

@@ -108,13 +108,13 @@ def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: 
     rows = -(-training.seq_len // mesh.sequence)
     product_flops = 2 * training.batch * rows * decoder.matrix_entries
     tokens = training.batch * mesh.data * training.seq_len
-    held = weigh_activations(decoder, training.batch, rows, DTYPES[training.itemsize], weight)
+    held_bytes = weigh_activations(decoder, training.batch, rows, DTYPES[training.itemsize], weight)
     plans = []
     for activations, is_cut in product(training.activations, (False, True)):
         if is_cut and mesh.num_ranks == 1:
             continue
         num_shards = mesh.num_ranks if is_cut else 1
-        memory = model_memory(decoder, held[activations], num_shards, training.itemsize)
+        memory = model_memory(decoder, held_bytes[activations], num_shards, training.itemsize)
         times = 3  # a forward, and a backward with twice as many products as the forward
         if activations != "kept":  # the backward computes the forward again, except attention
             times += 1

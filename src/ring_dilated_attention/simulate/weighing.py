@@ -139,11 +139,11 @@ class MetaDealer:
 def weigh_attention(rank_plan: RankPlan, sizes: Sizes, kernel: str) -> AttentionWeight:
     """The bytes that one call holds on the plan's rank. kernel: the kernel's name."""
     plan, dealing = rank_plan
-    dealt = 1 if dealing is None else dealing.size
+    num_dealers = 1 if dealing is None else dealing.size
     dtype = DTYPES[sizes.itemsize]
 
     def rows(num_heads: int) -> Tensor:
-        shape = sizes.batch, rank_plan.num_rows, num_heads * dealt, sizes.head_dim
+        shape = sizes.batch, rank_plan.num_rows, num_heads * num_dealers, sizes.head_dim
         return torch.empty(shape, dtype=dtype, device="meta")
 
     query = rows(plan.num_heads)
