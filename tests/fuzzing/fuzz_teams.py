@@ -18,8 +18,8 @@ import torch.distributed as dist
 from fuzz import Trial
 from fuzz_calls import why_not_refused
 
-PATIENCE = timedelta(seconds=8)
-AT_ONCE = 7.0  # seconds: less than PATIENCE, and more than the 5 that a name server which is silent takes torch
+PATIENCE = timedelta(seconds=120)
+AT_ONCE = 60.0  # seconds: less than PATIENCE, and more than a loaded machine takes
 STUCK = 40.0  # seconds: longer than a case takes that waits for all its timeouts
 broken_now = None  # how the ranks that this process starts are to be broken
 _teams = {}  # by the module of the kind and the number of ranks
