@@ -20,7 +20,7 @@ from fuzz_calls import why_not_refused
 
 PATIENCE = timedelta(seconds=120)
 AT_ONCE = 60.0  # seconds: less than PATIENCE, and more than a loaded machine takes
-STUCK = 40.0  # seconds: longer than a case takes that waits for all its timeouts
+STUCK = 600.0  # seconds: longer than a case takes that waits for all its timeouts
 broken_now = None  # how the ranks that this process starts are to be broken
 _teams = {}  # by the module of the kind and the number of ranks
 
