@@ -111,7 +111,11 @@ def _launcher(words, change):
 def _rank(words):
     # only ranks that torchrun forks are told when it dies
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
-    if code := _main(words, {}):
+    launcher = os.getppid()
+    code = _main(words, {})
+    if os.getppid() != launcher:
+        os._exit(code)  # a rank that is a function would wait for the launcher to take its result
+    if code:
         sys.exit(code)
 
 

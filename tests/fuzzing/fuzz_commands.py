@@ -145,8 +145,9 @@ def judge(output, before, after):
     if left := [name for name in new if ".lock" in name or "unfinished-" in name]:
         return f"left behind: {left}"
     if output.code == 2:
-        has_begun = "start again with smaller learning rates" in output.error
-        if after != before and not has_begun:
+        if "start again with smaller learning rates" in output.error:
+            return None  # it has trained before, and has told of that
+        if after != before:
             return f"it is refused, and changed {sorted(new or before.keys() - after.keys())}"
         return why_no_sentence(output)
     return why_no_json(output.out) if output.out.startswith("{") else None
