@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from ring_dilated_attention.kernels.traits import KEY_BLOCK, query_block
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import sight
-from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import Plan
 from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import make_shards
 
 from .gate import gate
@@ -142,7 +142,9 @@ def causal_pairs(num_rows: int) -> int:
 
 def _plan(pattern: DilatedPattern, sizes: Sizes) -> Plan:
     return make_plan(
-        Job(pattern, make_shards("contiguous", (sizes.seq_len,)), sizes.num_heads, sizes.num_heads),
+        ShardedCall(
+            pattern, make_shards("contiguous", (sizes.seq_len,)), sizes.num_heads, sizes.num_heads
+        ),
         0,
     )
 

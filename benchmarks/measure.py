@@ -18,8 +18,8 @@ from ring_dilated_attention.attention import dilated_attention
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import step
 from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import Plan
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
 from ring_dilated_attention.ranks.context import ContextParallel
 from ring_dilated_attention.ranks.watching import Worker
@@ -211,8 +211,8 @@ def planned_bytes(
     of_call = step.Sizes(sizes.batch, sizes.head_dim, sizes.dtype.itemsize)
     of_ranks = []
     for rank in range(num_ranks):
-        job = Job(pattern, shards, sizes.num_heads, sizes.num_heads)
-        plan = plan_exchange("ring", job, rank)
+        sharded_call = ShardedCall(pattern, shards, sizes.num_heads, sizes.num_heads)
+        plan = plan_exchange("ring", sharded_call, rank)
         of_ranks.append(plan.bytes_sent(of_call) + plan.bytes_sent(of_call, backward=True))
     return of_ranks
 

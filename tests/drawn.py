@@ -1,11 +1,11 @@
-"""Patterns and jobs that hypothesis draws."""
+"""Patterns and sharded calls that hypothesis draws."""
 
 from itertools import pairwise
 
 from hypothesis import strategies as st
 
 from ring_dilated_attention import DilatedPattern
-from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import SHARDINGS, ShardSpec, make_shards
 
 
@@ -42,8 +42,8 @@ def cuts(draw, seq_len, documents):
 
 
 @st.composite
-def jobs(draw, *, longest=150):
-    """Any job: segments and rates that divide nothing, packed documents, grouped queries, held heads, all rules."""
+def sharded_calls(draw, *, longest=150):
+    """Any call: segments and rates that divide nothing, packed documents, grouped queries, held heads, all rules."""
     seq_len, num_kv_heads, ratio = (draw(st.integers(1, most)) for most in (longest, 4, 3))
     num_heads = num_kv_heads * ratio
     longest_segment = draw(st.sampled_from([seq_len + 5, 2**62]))
@@ -53,4 +53,4 @@ def jobs(draw, *, longest=150):
     first = draw(st.integers(0, num_kv_heads - 1))
     held = draw(st.sampled_from([None, range(first * ratio, num_heads)]))
     shards = draw(cuts(seq_len, documents or (0, seq_len)))
-    return Job(pattern, shards, num_heads, num_kv_heads, documents, held)
+    return ShardedCall(pattern, shards, num_heads, num_kv_heads, documents, held)

@@ -8,8 +8,8 @@ import torch
 from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.program import make_program
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.plan.step import CallFacts
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
@@ -18,13 +18,13 @@ from ring_dilated_attention.run.merge import merge_
 PAGE = Path(__file__).parents[1] / "docs" / "how_it_works.md"
 PATTERN = DilatedPattern((4, 8), (1, 2))
 NUM_POSITIONS, NUM_HEADS, NUM_RANKS, HEAD_DIM = 8, 2, 2, 1
-JOB = Job(PATTERN, make_shards("contiguous", (4, 4)), NUM_HEADS, NUM_HEADS)
+SHARDED_CALL = ShardedCall(PATTERN, make_shards("contiguous", (4, 4)), NUM_HEADS, NUM_HEADS)
 QUERY, HEAD = 0, 0  # whose partials are merged on the page
 DECIMALS = 4
 
 
 def rank_plan(rank):
-    return plan_exchange("ring", JOB, rank).plan
+    return plan_exchange("ring", SHARDED_CALL, rank).plan
 
 
 def program(rank, stage):
@@ -34,7 +34,7 @@ def program(rank, stage):
 def gathered_program(num_ranks, stage):
     """Rank 0's program where results are kept."""
     shards = make_shards("contiguous", (NUM_POSITIONS // num_ranks,) * num_ranks)
-    plan = plan_exchange("ring", Job(PATTERN, shards, NUM_HEADS, NUM_HEADS), 0).plan
+    plan = plan_exchange("ring", ShardedCall(PATTERN, shards, NUM_HEADS, NUM_HEADS), 0).plan
     return make_program(plan, stage, CallFacts(kept_rows=10**6))
 
 
@@ -54,7 +54,7 @@ def travelling():
     """The rows in each rank's message, as global positions."""
     lines = ["| from | to | head 0 | head 1 | units |", "|---|---|---|---|---|"]
     for rank in range(NUM_RANKS):
-        plan, first = rank_plan(rank), JOB.shards[rank][0].start
+        plan, first = rank_plan(rank), SHARDED_CALL.shards[rank][0].start
         ((rows, _),) = plan.packs
         (message,) = plan.hops[0].sends
         cells = [", ".join(str(first + row) for row in rows_of(rows, k)) for k in range(NUM_HEADS)]

@@ -2,7 +2,7 @@
 
 import how_it_works
 import torch
-from how_it_works import JOB, NUM_RANKS, PAGE, page
+from how_it_works import NUM_RANKS, PAGE, SHARDED_CALL, page
 
 from ring_dilated_attention import dilated_attention
 from ring_dilated_attention.kernels import cpu
@@ -25,7 +25,7 @@ def test_the_merged_numbers_are_the_definition():
 
 def test_programs_are_kept_for_calls_of_the_same_shape_if_they_are_short():
     """Catches a program that is made for every call, and one of many tiles that is kept."""
-    plan = plan_exchange("ring", JOB, NUM_RANKS - 1).plan
+    plan = plan_exchange("ring", SHARDED_CALL, NUM_RANKS - 1).plan
     assert program_of(plan, "forward", CallFacts()) is program_of(plan, "forward", CallFacts())
     assert program_of(plan, "forward", CallFacts(batch=2)) is not program_of(
         plan, "forward", CallFacts()

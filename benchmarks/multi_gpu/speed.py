@@ -10,8 +10,8 @@ from torch import Tensor
 from ring_dilated_attention import ContextParallel, DilatedPattern
 from ring_dilated_attention.commands.errors import tolerances
 from ring_dilated_attention.commands.local_ranks import Worker
-from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import make_shards
 
 from ..device import exposed, timed
@@ -88,8 +88,8 @@ def _row(settings: Settings, name: str, pattern: DilatedPattern, ranks: list[Row
 def _flops(settings: Settings, pattern: DilatedPattern, seq_len: int) -> int:
     """The floating-point operations of a forward and backward of this length on one rank."""
     num_heads = settings.sizes.num_heads
-    job = Job(pattern, make_shards("contiguous", (seq_len,)), num_heads, num_heads)
-    return sum(flops_of(make_plan(job, 0), 1, settings.head_dim))
+    sharded_call = ShardedCall(pattern, make_shards("contiguous", (seq_len,)), num_heads, num_heads)
+    return sum(flops_of(make_plan(sharded_call, 0), 1, settings.head_dim))
 
 
 def _step(x: Tensor, pattern: DilatedPattern, parallel: ContextParallel | None) -> list[Tensor]:

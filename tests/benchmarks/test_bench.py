@@ -14,8 +14,8 @@ from benchmarks import command, flops, gate, measure, record
 from benchmarks.command import CASES
 from ring_dilated_attention import kernels
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import make_shards
 
 SIZES = measure.Sizes(512, 2, 16)
@@ -153,7 +153,7 @@ def test_rounded_causal_pairs(num_rows):
 def test_rounding_is_of_causal_tiles_only():
     for is_causal in (False, True):
         pattern = DilatedPattern((2048,), (1,), is_causal=is_causal)
-        plan = make_plan(Job(pattern, make_shards("contiguous", (4096,)), 3, 3), 0)
+        plan = make_plan(ShardedCall(pattern, make_shards("contiguous", (4096,)), 3, 3), 0)
         assert (flops.computed_pairs(plan) > plan.pairs) == is_causal
 
 

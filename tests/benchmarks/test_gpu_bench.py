@@ -16,7 +16,7 @@ from ring_dilated_attention import DilatedPattern, kernels
 from ring_dilated_attention.commands.local_ranks import Worker
 from ring_dilated_attention.models import LongNetLM
 from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import make_shards
 
 
@@ -55,8 +55,10 @@ def test_it_ends_within_nine_minutes():
 @pytest.mark.parametrize("seq_len", [32_768, 2**20])
 def test_ops_are_timed_at_tiles_of_the_papers_calls(seq_len):
     """Catches speeds of shapes that no call has."""
-    job = Job(DilatedPattern(*PAPER), make_shards("contiguous", (seq_len,)), 12, 12)
-    rows = [tile.query for tile in plan_exchange("none", job, 0).plan.local]
+    sharded_call = ShardedCall(
+        DilatedPattern(*PAPER), make_shards("contiguous", (seq_len,)), 12, 12
+    )
+    rows = [tile.query for tile in plan_exchange("none", sharded_call, 0).plan.local]
     of_calls = {(x.num_rows, x.step, x.shift) for x in rows}
     for tile in Settings().tiles:
         assert (tile.rows, tile.rate, int(tile.rate > 1)) in of_calls

@@ -45,7 +45,9 @@ def test_the_figures_are_the_forecasts(exchange, slow, capsys):
     pattern = DilatedPattern((1024, 8192), (1, 8), is_causal=True)
     call = PlannedCall(pattern, 8192, 4, 8, 8, Sizes(1, 64, 4))
     hardware = Hardware(1e11, 1e9)
-    figures = forecast(call.job(), Exchange(exchange), call.sizes, kernel="cpu", hardware=hardware)
+    figures = forecast(
+        call.sharded_call(), Exchange(exchange), call.sizes, kernel="cpu", hardware=hardware
+    )
     assert made["step"]["step_seconds"] == figures.seconds
     assert made["peak_bytes"] == figures.peak_bytes
     for row, rank in zip(made["ranks"], figures.ranks, strict=True):

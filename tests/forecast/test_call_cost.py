@@ -10,7 +10,7 @@ from ring_dilated_attention.forecast.call_cost import Exchange, count, forecast,
 from ring_dilated_attention.forecast.clock import Hardware, model_step
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.simulate.weighing import weigh_attention
@@ -23,7 +23,7 @@ def random_job(rng, num_ranks):
     pattern = DilatedPattern(lengths, rates, is_causal=rng.random() < 0.6)
     sharding = rng.choice(["contiguous", "zigzag"])
     shards = make_shards(sharding, ShardSpec(sharding, num_ranks).default_lengths(n))
-    return Job(pattern, shards, 8, 4)
+    return ShardedCall(pattern, shards, 8, 4)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -35,11 +35,11 @@ def test_figures_are_those_of_the_plans(seed, exchange, monkeypatch):
     weigh = cache(weigh_attention)
     monkeypatch.setattr(call_cost, "weigh_attention", weigh)
     rng = random.Random(seed)
-    job = random_job(rng, 4)
+    sharded_call = random_job(rng, 4)
     sizes = Sizes(rng.choice([1, 2]), 16, rng.choice([2, 4]))
-    plans = [plan_exchange(exchange.name, job, rank, exchange.inner) for rank in range(4)]
+    plans = [plan_exchange(exchange.name, sharded_call, rank, exchange.inner) for rank in range(4)]
     hardware = Hardware(1e10, 1e8, 1e-5)
-    figures = forecast(job, exchange, sizes, kernel="cpu", hardware=hardware)
+    figures = forecast(sharded_call, exchange, sizes, kernel="cpu", hardware=hardware)
     pairs = [plan.plan.pairs for plan in plans]
     assert figures.flops == 14 * sizes.unit * sum(pairs)
     assert figures.balance == pytest.approx(sum(pairs) / 4 / max(pairs))
@@ -57,11 +57,11 @@ def test_figures_are_those_of_the_plans(seed, exchange, monkeypatch):
 
 def test_the_picked_ranks_hold_as_much_as_any():
     """Of 14, rank 3 alone holds most, and its place is none of those that are always picked."""
-    job, sizes = random_job(random.Random(2), 14), Sizes(1, 16, 4)
-    picked = picked_ranks(count(job, Exchange()))
+    sharded_call, sizes = random_job(random.Random(2), 14), Sizes(1, 16, 4)
+    picked = picked_ranks(count(sharded_call, Exchange()))
     assert len(picked) < 14
     weights = [
-        weigh_attention(plan_exchange("ring", job, rank), sizes, "cpu").peak
-        for rank in range(job.num_ranks)
+        weigh_attention(plan_exchange("ring", sharded_call, rank), sizes, "cpu").peak
+        for rank in range(sharded_call.num_ranks)
     ]
     assert max(weights[rank] for rank in picked) >= 0.98 * max(weights)

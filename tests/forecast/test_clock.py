@@ -16,9 +16,9 @@ from ring_dilated_attention.forecast.clock import Hardware, Network, RankTime, S
 from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.exchange import RankPlan
-from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import gathered
 from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import WITHOUT_DOCUMENTS, ShardSpec, make_shards
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.run import executor
@@ -34,7 +34,10 @@ def model_step(plans, sizes, hardware):
 
 def plans_of(pattern, seq_len, num_ranks, sharding="contiguous", heads=(1, 1), documents=None):
     shards = make_shards(sharding, ShardSpec(sharding, num_ranks).default_lengths(seq_len))
-    return [make_plan(Job(pattern, shards, *heads, documents), rank) for rank in range(num_ranks)]
+    return [
+        make_plan(ShardedCall(pattern, shards, *heads, documents), rank)
+        for rank in range(num_ranks)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +111,7 @@ def test_nothing_faster_is_slower(data):
 def test_plans_of_different_jobs_are_noticed():
     """Catches a model that never ends, or ends without having received."""
     plans = [plans_of(DENSE, 8, 2)[0], plans_of(DilatedPattern((4,), (1,)), 8, 2)[1]]
-    with pytest.raises(AssertionError, match="not the plans of one job"):
+    with pytest.raises(AssertionError, match="not the plans of one call"):
         model_step(plans, Sizes(1, 1, 4), Hardware(1, 1))
 
 

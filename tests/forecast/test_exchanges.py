@@ -36,15 +36,15 @@ def test_all_ways_are_compared_by_time(changes, hardware, more):
     order = [row.figures.seconds if hardware else -row.figures.balance for row in rows]
     assert order == sorted(order)
     for row in rows:
-        job = call.job(row.sharding, row.exchange.inner)
-        assert row.figures == forecast(job, row.exchange, call.sizes, hardware=hardware)
+        sharded_call = call.sharded_call(row.sharding, row.exchange.inner)
+        assert row.figures == forecast(sharded_call, row.exchange, call.sizes, hardware=hardware)
 
 
 def test_a_better_exchange_is_named():
     """Of dense causal attention: one that balances it."""
     hardware = Hardware(1e10, 1e12)
     rows = alternatives(DENSE, hardware)
-    figures = forecast(DENSE.job(), Exchange(), DENSE.sizes, hardware=hardware)
+    figures = forecast(DENSE.sharded_call(), Exchange(), DENSE.sizes, hardware=hardware)
     best = rows[0]
     said = f"Exchange {best.exchange} with {best.sharding} shards would be faster: "
     assert better(figures, rows).startswith(said)

@@ -25,7 +25,7 @@ from ring_dilated_attention.models import LongNetEncoder, LongNetLM, TorchscaleC
 from ring_dilated_attention.models.longnet_config import LongNetConfig
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.simulate.weighing import weigh_attention
@@ -82,9 +82,9 @@ def test_activations_are_those_of_a_step(make, num_positions, dtype, least, most
     """Of a step with data. Catches a loss, or a depth, that is extrapolated wrongly."""
     decoder, pattern, *_ = make(False)
     shards = make_shards("contiguous", (num_positions,))
-    job = Job(pattern, shards, decoder.num_heads, decoder.num_kv_heads)
+    sharded_call = ShardedCall(pattern, shards, decoder.num_heads, decoder.num_kv_heads)
     sizes = Sizes(1, decoder.head_dim, dtype.itemsize)
-    attention = weigh_attention(plan_exchange("none", job, 0), sizes, "cpu")
+    attention = weigh_attention(plan_exchange("none", sharded_call, 0), sizes, "cpu")
     weighed = weigh_activations(decoder, 1, num_positions, dtype, attention)
     tokens = torch.randint(100, (1, num_positions))
     for way, planned in weighed.items():

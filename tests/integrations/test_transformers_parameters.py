@@ -16,7 +16,7 @@ from ring_dilated_attention.forecast.model_weight import weigh_activations
 from ring_dilated_attention.integrations.transformers import register
 from ring_dilated_attention.models.recompute import loss_slice_rows
 from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.simulate.weighing import weigh_attention
@@ -118,8 +118,10 @@ def test_a_step_holds_what_is_weighed(family, activations, tmp_path):
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": save_attention})
     pattern = DilatedPattern(**rules, is_causal=True)
     decoder = decoder_of(tmp_path, fields, pattern)
-    job = Job(pattern, make_shards("contiguous", (n,)), decoder.num_heads, decoder.num_kv_heads)
+    sharded_call = ShardedCall(
+        pattern, make_shards("contiguous", (n,)), decoder.num_heads, decoder.num_kv_heads
+    )
     sizes = Sizes(1, decoder.head_dim, 4, torch.get_num_threads())
-    attention = weigh_attention(plan_exchange("none", job, 0), sizes, "cpu")
+    attention = weigh_attention(plan_exchange("none", sharded_call, 0), sizes, "cpu")
     weighed = weigh_activations(decoder, 1, n, torch.float32, attention)[activations]
     assert weighed == pytest.approx(measured(model.train(), n), rel=0.05)

@@ -18,7 +18,7 @@ from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.kernels import rows_at_once, sdpa
 from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.run import executor
 from ring_dilated_attention.run.executor import ExecutorOptions
@@ -100,8 +100,8 @@ def test_kernels_beside_attention(launched, op, dtype, num_rows, stage, expected
 
     expected: the calls of attention, and the further kernels.
     """
-    job = Job(PATTERN, make_shards("contiguous", (num_rows,)), 12, 12)
-    plan, options = plan_exchange("none", job, 0), ExecutorOptions(sdpa, 0.125)
+    sharded_call = ShardedCall(PATTERN, make_shards("contiguous", (num_rows,)), 12, 12)
+    plan, options = plan_exchange("none", sharded_call, 0), ExecutorOptions(sdpa, 0.125)
     # The fake tensors are on the CPU: a build of torch for CPUs cannot index others.
     with FakeTensorMode(), sdpa_kernel(op):
         shape = (1, num_rows, 12, 64)

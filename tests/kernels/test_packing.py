@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.program import make_program
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.plan.step import CallFacts, Compute, Packing
 
@@ -18,8 +18,8 @@ ALWAYS = Packing(distance=1, num_bytes=1, max_rows=2**16)
 
 def computed(pattern, seq_len, num_heads, stage="forward", **facts):
     """The steps of one rank that compute something."""
-    job = Job(pattern, make_shards("contiguous", (seq_len,)), num_heads, num_heads)
-    program = make_program(plan_exchange("none", job, 0).plan, stage, CallFacts(**facts))
+    sharded_call = ShardedCall(pattern, make_shards("contiguous", (seq_len,)), num_heads, num_heads)
+    program = make_program(plan_exchange("none", sharded_call, 0).plan, stage, CallFacts(**facts))
     return [step for step in program if isinstance(step, Compute)]
 
 

@@ -24,8 +24,8 @@ from ring_dilated_attention.kernels import cuda_ops, sdpa
 from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.kernels.cuda_ops import TileFacts
 from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.program import make_program
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.plan.step import CallFacts, Compute
 
@@ -170,8 +170,10 @@ def test_no_call_of_a_backward_is_too_large(
     """Catches a long sequence that falls to a slower op, rows that are left out or come twice where a tile is cut, and
     a forward that is cut too."""
     pattern = DilatedPattern((2048, 4096, num_rows), (1, 2, 12))
-    job = Job(pattern, make_shards("contiguous", (num_rows,)), num_heads, num_kv_heads)
-    plan = plan_exchange("none", job, 0).plan
+    sharded_call = ShardedCall(
+        pattern, make_shards("contiguous", (num_rows,)), num_heads, num_kv_heads
+    )
+    plan = plan_exchange("none", sharded_call, 0).plan
     most_rows = sdpa.TRAITS.most_rows(128, has_dlse)
     whole, cut = (
         [

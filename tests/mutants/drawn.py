@@ -71,7 +71,7 @@ MUTANTS = (
     ),
     Mutant(
         "held key/value heads are as many as their query heads share",
-        "plan/job.py",
+        "plan/sharded_call.py",
         "return len(self.held_heads) * self.num_kv_heads // self.num_heads",
         "return len(self.held_heads) + self.num_kv_heads // self.num_heads",
         PLAN,

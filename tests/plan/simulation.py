@@ -8,10 +8,10 @@ from collections import Counter, deque
 from itertools import pairwise
 
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import Tile
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.rows import Block, Rows
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import Shard
 from ring_dilated_attention.plan.sight import FROM_END, FULL
 
@@ -46,8 +46,8 @@ class Simulation:
         borders: tuple[int, ...],
         held: range | None = None,
     ) -> None:
-        job = Job(pattern, shards, num_heads, num_kv_heads, borders, held)
-        self.plans = [make_plan(job, k) for k in range(len(shards))]
+        sharded_call = ShardedCall(pattern, shards, num_heads, num_kv_heads, borders, held)
+        self.plans = [make_plan(sharded_call, k) for k in range(len(shards))]
         self.positions = [[t for span in shard for t in range(*span)] for shard in shards]
         self.ratio = num_heads // num_kv_heads
         self.computed: Triples = Counter()

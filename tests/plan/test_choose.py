@@ -9,7 +9,7 @@ from ring_dilated_attention.plan.exchange import (
     choose_exchange,
     plan_exchange,
 )
-from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import WITHOUT_DOCUMENTS, ShardSpec, make_shards
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.ranks.processes import Processes
@@ -38,7 +38,7 @@ SIXTEEN = {"heads": (16, 16)}
 
 def job_of(pattern, p, n, sharding="contiguous", heads=(8, 8), documents=None):
     shards = make_shards(sharding, ShardSpec(sharding, p).default_lengths(n))
-    return Job(pattern, shards, *heads, documents)
+    return ShardedCall(pattern, shards, *heads, documents)
 
 
 def documents_from(start, step):
@@ -129,5 +129,5 @@ def test_explain_takes_what_only_the_other_ranks_know():
 @pytest.mark.parametrize("sharding", WITHOUT_DOCUMENTS)
 def test_dealt_heads_are_one_tile_whatever_the_sharding(num_ranks, sharding):
     """Catches rows that keep the order of zigzag's shards once heads are dealt: 8 and 120 tiles instead of one."""
-    job = job_of(CAUSAL, num_ranks, 8192, sharding)
-    assert plan_exchange("all_to_all", job, 1).plan.num_tiles == 1
+    sharded_call = job_of(CAUSAL, num_ranks, 8192, sharding)
+    assert plan_exchange("all_to_all", sharded_call, 1).plan.num_tiles == 1

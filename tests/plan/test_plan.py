@@ -3,15 +3,15 @@
 from collections import Counter
 
 import pytest
-from drawn import jobs
+from drawn import sharded_calls
 from hypothesis import given, settings
 from simulation import Simulation, dense_triples
 
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import counts
 from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import (
     WITHOUT_DOCUMENTS,
     ShardSpec,
@@ -82,7 +82,7 @@ def test_own_tiles_of_a_ring_read_the_packed_chunk(sharding, is_causal):
     pattern = DilatedPattern((16, 64), (1, 2), is_causal=is_causal)
     shards = make_shards(sharding, ShardSpec(sharding, 2).default_lengths(64))
     for rank in range(2):
-        plan = make_plan(Job(pattern, shards, 8, 4), rank)
+        plan = make_plan(ShardedCall(pattern, shards, 8, 4), rank)
         at_home = [tile for tile in plan.local if tile.key.step == 1]
         straddling = [tile for tile in plan.local if tile.key.step == 2]
         assert straddling
@@ -91,12 +91,14 @@ def test_own_tiles_of_a_ring_read_the_packed_chunk(sharding, is_causal):
 
 
 @settings(max_examples=150, deadline=None)
-@given(jobs(longest=40))
-def test_any_pattern_any_lengths_any_documents(job):
+@given(sharded_calls(longest=40))
+def test_any_pattern_any_lengths_any_documents(sharded_call):
     """The same for drawn patterns, head counts, shards (some empty, some of many short spans), packed documents, and
     heads that are dealt to ranks (an all-to-all): phases go by the global head."""
-    heads = (job.num_heads, job.num_kv_heads)
-    check_plan(job.pattern, job.shards, *heads, job.borders, job.held)
+    heads = (sharded_call.num_heads, sharded_call.num_kv_heads)
+    check_plan(
+        sharded_call.pattern, sharded_call.shards, *heads, sharded_call.borders, sharded_call.held
+    )
 
 
 @pytest.mark.parametrize("p", [4, 8, 16])
@@ -105,20 +107,20 @@ def test_bytes_follow_the_formula_of_the_design(p):
     and p grow together (the reports' promise), and nothing of segments that lie in shards."""
     local, heads, sizes = 64, 4, Sizes(3, 8, 4)
     pattern = DilatedPattern((32, 128, 256), (1, 2, 4))
-    job = Job(pattern, make_shards("contiguous", (local,) * p), heads, heads)
+    sharded_call = ShardedCall(pattern, make_shards("contiguous", (local,) * p), heads, heads)
     expected = sum(
         (w // local - 1) * 2 * 3 * (local // r) * heads * 8 * 4 for w, r in [(128, 2), (256, 4)]
     )
     for rank in range(p):
-        plan = plan_exchange("ring", job, rank)
+        plan = plan_exchange("ring", sharded_call, rank)
         assert plan.bytes_sent(sizes) == expected
         assert plan.bytes_sent(sizes, backward=True) == 2 * expected
 
 
 def causal_plans(sharding, n, p):
     shards = make_shards(sharding, ShardSpec(sharding, p).default_lengths(n))
-    job = Job(DilatedPattern.dense(is_causal=True), shards, 1, 1)
-    plans = [make_plan(job, rank) for rank in range(p)]
+    sharded_call = ShardedCall(DilatedPattern.dense(is_causal=True), shards, 1, 1)
+    plans = [make_plan(sharded_call, rank) for rank in range(p)]
     assert sum(plan.pairs for plan in plans) == n * (n + 1) // 2
     return plans
 
@@ -150,22 +152,24 @@ def test_zigzag_is_balanced_for_dense_causal_attention(n, p):
 
 def test_a_batch_that_comes_again_is_not_planned_again():
     shards, borders = make_shards("contiguous", split_lengths(64, 4)), [0, 7, 29, 64]
-    jobs = [
-        Job(DilatedPattern.dense(is_causal=True), shards, 4, 4, documents_of(tuple(borders), 64))
+    sharded_calls = [
+        ShardedCall(
+            DilatedPattern.dense(is_causal=True), shards, 4, 4, documents_of(tuple(borders), 64)
+        )
         for _ in range(2)
     ]
-    assert plan_exchange("ring", jobs[0], 2) is plan_exchange("ring", jobs[1], 2)
+    assert plan_exchange("ring", sharded_calls[0], 2) is plan_exchange("ring", sharded_calls[1], 2)
 
 
 def test_chunks_of_one_layout_share_their_tiles():
     """The plan of thousands of ranks is made in a moment since a rank's tiles at its hops are the same objects."""
-    job = Job(
+    sharded_call = ShardedCall(
         DilatedPattern((1024,), (1,), is_causal=True),
         make_shards("zigzag", split_lengths(1024, 64)),
         4,
         4,
     )
-    plan = make_plan(job, 5)
+    plan = make_plan(sharded_call, 5)
     tiles = [tile for hop in plan.hops for tile in hop.tiles]
     assert len(tiles) == 126
     assert len({id(tile) for tile in tiles}) == 3
@@ -185,7 +189,9 @@ def test_every_document_is_balanced():
     whole = make_shards("zigzag", ShardSpec("zigzag", 8).default_lengths(16_384))
 
     def busiest(shards):
-        pairs = counts.count_ranks(counts.Counter(Job(pattern, shards, 1, 1, documents))).pairs
+        pairs = counts.count_ranks(
+            counts.Counter(ShardedCall(pattern, shards, 1, 1, documents))
+        ).pairs
         return max(pairs) * 8 / sum(pairs)
 
     assert busiest(dealt) < 1.002

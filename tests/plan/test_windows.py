@@ -6,8 +6,8 @@ from benchmarks.flops import computed_pairs
 from ring_dilated_attention.forecast.call_cost import pairs
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.simulate.weighing import weigh_attention
@@ -15,7 +15,7 @@ from ring_dilated_attention.simulate.weighing import weigh_attention
 
 def plans_of(pattern, seq_len, num_ranks, sharding="contiguous", heads=(4, 2)):
     shards = make_shards(sharding, ShardSpec(sharding, num_ranks).default_lengths(seq_len))
-    return [make_plan(Job(pattern, shards, *heads), rank) for rank in range(num_ranks)]
+    return [make_plan(ShardedCall(pattern, shards, *heads), rank) for rank in range(num_ranks)]
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,9 @@ def test_memory_of_a_rank_is_one_in_p(is_causal):
         shards = make_shards(
             "contiguous", ShardSpec("contiguous", num_ranks).default_lengths(seq_len)
         )
-        job = Job(pattern, shards, 4, 4)
+        sharded_call = ShardedCall(pattern, shards, 4, 4)
         weights = [
-            weigh_attention(plan_exchange("ring", job, rank), sizes, "cpu")
+            weigh_attention(plan_exchange("ring", sharded_call, rank), sizes, "cpu")
             for rank in range(num_ranks)
         ]
         peaks[num_ranks] = max(weight.peak for weight in weights)

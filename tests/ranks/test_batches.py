@@ -15,8 +15,8 @@ import torch
 
 from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.program import make_program
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
 from ring_dilated_attention.plan.step import CallFacts, Post
 from ring_dilated_attention.ranks.link import GroupLink
@@ -53,7 +53,7 @@ def posted(
     shards = make_shards(sharding, ShardSpec(sharding, world_size).default_lengths(LENGTH))
     ranks = []
     for rank in range(world_size):
-        plan = plan_exchange(exchange, Job(pattern, shards, 2, 2), rank).plan
+        plan = plan_exchange(exchange, ShardedCall(pattern, shards, 2, 2), rank).plan
         posts = [step for step in make_program(plan, stage, CallFacts()) if isinstance(step, Post)]
         ranks.append(
             [

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.ranks import link
 from ring_dilated_attention.ranks.link import GroupLink
@@ -104,9 +104,11 @@ def rank_counts(rank, world_size, exchange):
 
 def plans_of(cp, exchange, pattern, heads, kv_heads, itemsize, has_dlse):
     """(bytes, pairs) of a forward and of a backward, as planned."""
-    job = Job(pattern, cp.cut.shards_of(cp.cut.default_lengths(N)), heads, kv_heads)
+    sharded_call = ShardedCall(
+        pattern, cp.cut.shards_of(cp.cut.default_lengths(N)), heads, kv_heads
+    )
     name = "ring" if exchange == "mesh" else exchange
-    rank_plan = plan_exchange(name, job, cp.rank, inner=cp.cut.inner)
+    rank_plan = plan_exchange(name, sharded_call, cp.rank, inner=cp.cut.inner)
     sent = partial(rank_plan.bytes_sent, Sizes(BATCH, HEAD_DIM, itemsize), has_dlse=has_dlse)
     return [(sent(backward=x), BATCH * rank_plan.plan.pairs) for x in (False, True)]
 

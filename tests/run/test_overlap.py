@@ -11,8 +11,8 @@ from distributed import run
 from ring_dilated_attention import ContextParallel, dilated_attention
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.program import program_of
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.plan.step import CallFacts, Compute, Post, Wait
 from ring_dilated_attention.ranks.link import GroupLink
@@ -26,7 +26,7 @@ SHARDS = make_shards("contiguous", (32, 32))
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 def test_local_work_hides_the_first_chunks(stage, exchange):
     """Catches an exchange that waits for its chunks before it computes with what it has."""
-    plan = plan_exchange(exchange, Job(PATTERN, SHARDS, 2, 2), 0).plan
+    plan = plan_exchange(exchange, ShardedCall(PATTERN, SHARDS, 2, 2), 0).plan
     program = list(program_of(plan, stage, CallFacts()))
     kinds = [type(step) for step in program]
     between = program[kinds.index(Post) : kinds.index(Wait)]

@@ -16,8 +16,8 @@ from ring_dilated_attention.kernels import cpu, rows_at_once, sdpa
 from ring_dilated_attention.layers import multihead, rotary
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, longnet
 from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.program import make_program
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.plan.step import CallFacts, Gather
 from ring_dilated_attention.run.merge import PLAIN
@@ -145,7 +145,9 @@ def test_dtypes(gathering, dtype):
 def test_blocks_of_heads_gather_once_for_each_hop():
     """Catches a merge for each tile of a hop, and blocks that miss a head or have one twice."""
     shards = make_shards("contiguous", (64,) * 4)
-    plan = plan_exchange("ring", Job(DilatedPattern((64, 256), (1, 2)), shards, 4, 4), 0).plan
+    plan = plan_exchange(
+        "ring", ShardedCall(DilatedPattern((64, 256), (1, 2)), shards, 4, 4), 0
+    ).plan
     for stage, kept_rows in product(("forward", "backward"), (10**6, 100)):
         program = make_program(plan, stage, CallFacts(kept_rows=kept_rows))
         gathers = [step for step in program if isinstance(step, Gather)]

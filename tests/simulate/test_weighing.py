@@ -9,7 +9,7 @@ from benchmarks.measure import allocated
 from ring_dilated_attention import DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.plan.exchange import plan_exchange
-from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.sharded_call import ShardedCall
 from ring_dilated_attention.plan.sharding import WITHOUT_DOCUMENTS, ShardSpec, make_shards
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.simulate import weighing
@@ -33,7 +33,7 @@ def drawn(rng, num_ranks=(1, 2, 3, 4), most_len=3000):
     pattern = DilatedPattern(lengths, rates, is_causal=rng.random() < 0.6)
     sharding = rng.choice(WITHOUT_DOCUMENTS)
     shards = make_shards(sharding, ShardSpec(sharding, p).default_lengths(n))
-    return Job(pattern, shards, 4, kv_heads), sharding
+    return ShardedCall(pattern, shards, 4, kv_heads), sharding
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -41,19 +41,20 @@ def test_a_rank_weighs_what_a_simulated_rank_holds(seed, only_visible):
     """And sends: to the byte, on every rank. Catches calls that are left out and hold more than those that are kept,
     and results of other shapes or strides than the kernel's."""
     rng = random.Random(seed)
-    job, sharding = drawn(rng)
+    sharded_call, sharding = drawn(rng)
     dtype = rng.choice([torch.float32, torch.float64, torch.bfloat16])
     batch = rng.choice([1, 2])
-    parallel = simulate.all_ranks(job.num_ranks, sharding=sharding)
-    heads = job.num_heads, job.num_kv_heads, job.num_kv_heads
+    parallel = simulate.all_ranks(sharded_call.num_ranks, sharding=sharding)
+    heads = sharded_call.num_heads, sharded_call.num_kv_heads, sharded_call.num_kv_heads
     inputs = [
-        torch.randn(batch, job.seq_len, h, 16, dtype=dtype, requires_grad=True) for h in heads
+        torch.randn(batch, sharded_call.seq_len, h, 16, dtype=dtype, requires_grad=True)
+        for h in heads
     ]
     with simulate.measuring(parallel) as measured:
-        out = dilated_attention(*inputs, job.pattern, parallel=parallel)
+        out = dilated_attention(*inputs, sharded_call.pattern, parallel=parallel)
         torch.autograd.grad(out, inputs, torch.ones_like(out))
-    for rank in range(job.num_ranks):
-        rank_plan = plan_exchange("ring", job, rank)
+    for rank in range(sharded_call.num_ranks):
+        rank_plan = plan_exchange("ring", sharded_call, rank)
         sizes = Sizes(batch, 16, dtype.itemsize)
         assert measured[rank].peak_bytes == weigh_attention(rank_plan, sizes, "cpu").peak
         sent = [rank_plan.bytes_sent(sizes, backward=backward) for backward in (False, True)]
@@ -74,28 +75,32 @@ def test_few_calls_and_hops_weigh_as_much_as_all(exchange, kernel, monkeypatch):
     """Catches kinds of calls, or of hops, that are told apart too coarsely."""
     rng = random.Random(f"{exchange} {kernel}")
     for _ in range(3):
-        job, _ = drawn(rng, num_ranks=(4, 9, 12), most_len=2000)
-        job = job._replace(num_heads=36, num_kv_heads=36) if exchange == "all_to_all" else job
-        rank = rng.randrange(job.num_ranks)
-        rank_plan = plan_exchange(exchange, job, rank)
+        sharded_call, _ = drawn(rng, num_ranks=(4, 9, 12), most_len=2000)
+        sharded_call = (
+            sharded_call._replace(num_heads=36, num_kv_heads=36)
+            if exchange == "all_to_all"
+            else sharded_call
+        )
+        rank = rng.randrange(sharded_call.num_ranks)
+        rank_plan = plan_exchange(exchange, sharded_call, rank)
         sizes = Sizes(rng.choice([1, 3]), 16, rng.choice([2, 4]), num_threads=2)
         monkeypatch.setattr(weighing, "MOST_HOPS", 2)
         few = weigh_attention(rank_plan, sizes, kernel)
         with monkeypatch.context() as patch:
             patch.setattr(weighing, "MOST_HOPS", 10**6)
             patch.setattr(weighing, "brief_program", whole_program)
-            assert few == weigh_attention(rank_plan, sizes, kernel), (job, rank)
+            assert few == weigh_attention(rank_plan, sizes, kernel), (sharded_call, rank)
 
 
 def test_a_long_ring_is_weighed_in_moments():
     """Two thousand hops. Catches a program that is carried out hop by hop on tensors without data."""
-    job = Job(
+    sharded_call = ShardedCall(
         DilatedPattern((2**20,), (1,), is_causal=True),
         make_shards("contiguous", (512,) * 2048),
         8,
         8,
     )
-    rank_plan = plan_exchange("ring", job, 2047)
+    rank_plan = plan_exchange("ring", sharded_call, 2047)
     assert len(weighing._with_few_hops(rank_plan.plan).hops) < 8
     chunk = 512 * 8 * 64 * 2
     weight = weigh_attention(rank_plan, Sizes(1, 64, 2), "sdpa")
@@ -118,7 +123,9 @@ def test_the_weight_is_what_the_allocator_sees(n, batch, dtype):
     step()  # what a first call keeps
     largest = allocated(step).peak_bytes
     sizes = Sizes(batch, 64, dtype.itemsize, torch.get_num_threads())
-    rank_plan = plan_exchange("none", Job(pattern, make_shards("contiguous", (n,)), 4, 4), 0)
+    rank_plan = plan_exchange(
+        "none", ShardedCall(pattern, make_shards("contiguous", (n,)), 4, 4), 0
+    )
     weight = weigh_attention(rank_plan, sizes, "cpu")
     assert weight.peak - weight.given_forward == pytest.approx(largest, rel=0.05)
 
@@ -127,8 +134,8 @@ def test_half_a_million_positions_fit(monkeypatch):
     """LongNet's pattern at 524,288 positions, 12 heads of 64, float16, forward and backward. Catches results of all
     heads that are kept at once."""
     pattern = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
-    job = Job(pattern, make_shards("contiguous", (524_288,)), 12, 12)
-    rank_plan = plan_exchange("none", job, 0)
+    sharded_call = ShardedCall(pattern, make_shards("contiguous", (524_288,)), 12, 12)
+    rank_plan = plan_exchange("none", sharded_call, 0)
     assert weigh_attention(rank_plan, Sizes(1, 64, 2), "sdpa").peak < 8e9
     at_once = TRAITS["sdpa"]._replace(kept_bytes=2**40)
     monkeypatch.setitem(TRAITS, "sdpa", at_once)

@@ -89,7 +89,7 @@ def started(words, said, environment):
         return subprocess.Popen([sys.executable, *words], stdout=file, stderr=file, env=environment)
 
 
-class Job:
+class TrainingJob:
     """A command that trains in the present folder, and its processes."""
 
     def __init__(self, launcher, size, start=started, *options):
@@ -477,7 +477,7 @@ def numbered_trial(folder, seed, kind, wholes, number):
     """wholes: of a run without --fsdp, and of one with it."""
     launcher, moment, is_sharded, is_forked = setting_of(kind, number)
     options = ["--fsdp"] if is_sharded else []
-    job = Job(launcher, Size(), ForkedLauncher if is_forked else started, *options)
+    job = TrainingJob(launcher, Size(), ForkedLauncher if is_forked else started, *options)
     rng = random.Random(f"{seed} {kind} {number}")
     arguments = ({kind: moment}, job, rng, wholes[is_sharded])
     return in_folder(folder / f"trial-{number}", run_trial, *arguments)
@@ -525,7 +525,9 @@ def main():
         ProcessPoolExecutor(arguments.at_once, initializer=start_server) as pool,
     ):
         wholes = [
-            in_folder(Path(folder, "whole"), whole_result, Job("rda", Size(), started, *options))
+            in_folder(
+                Path(folder, "whole"), whole_result, TrainingJob("rda", Size(), started, *options)
+            )
             for options in ([], ["--fsdp"])
         ]
         for kind in arguments.kinds:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..kernels.choose import choose, reasons
 from ..pattern import DilatedPattern
-from ..plan.job import Job
+from ..plan.sharded_call import ShardedCall
 from ..plan.sharding import documents_of
 from ..plan.step import Sizes
 from ..ranks.call import borders_of
@@ -73,9 +73,11 @@ def explain(
         if borders is not None and ranks.cut.needs_documents:
             lengths = ranks.lengths_of(borders[-1], borders)
     documents = documents_of(borders, sum(lengths))
-    job = Job(pattern, ranks.shards(lengths, documents), call.num_heads, key.shape[2], documents)
+    sharded_call = ShardedCall(
+        pattern, ranks.shards(lengths, documents), call.num_heads, key.shape[2], documents
+    )
     exchange, why["exchange"] = ranks.choose(
-        job, Sizes(query.shape[0], query.shape[3], query.element_size())
+        sharded_call, Sizes(query.shape[0], query.shape[3], query.element_size())
     )
     return Explanation(kernel.NAME if op is None else f"{kernel.NAME} ({op})", exchange, why)
 

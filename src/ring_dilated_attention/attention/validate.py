@@ -11,7 +11,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ..kernels.choose import check_backend
 from ..pattern import is_finite_number, is_integer, why_no_pattern
-from ..plan.job import held_heads
+from ..plan.sharded_call import held_heads
 from ..ranks.call import Call, described, validate_cu_seqlens
 from ..ranks.named import NamedContext
 from ..run.dilated_cache import DilatedCache

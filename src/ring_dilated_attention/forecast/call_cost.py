@@ -19,7 +19,7 @@ from ..pattern import DilatedPattern
 from ..plan.collection import without_collection
 from ..plan.counts import Counter, JobCount, Phases, count_ranks
 from ..plan.exchange import dealers, dealt, plan_exchange
-from ..plan.job import Job
+from ..plan.sharded_call import ShardedCall
 from ..plan.sharding import Borders, ShardSpec, shard_length
 from ..plan.step import Sizes
 from ..simulate.weighing import AttentionWeight, weigh_attention
@@ -31,7 +31,7 @@ FLOPS_PER_PAIR = 7 * 2  # 7 matrix products (2 forward, 5 backward), 2 FLOPs per
 
 
 class PlannedCall(NamedTuple):
-    """The pattern and the sizes of an attention call on several ranks. The sharding is chosen later, in `job`."""
+    """The pattern and sizes of an attention call on several ranks. `sharded_call` chooses the sharding."""
 
     pattern: DilatedPattern
     seq_len: int
@@ -40,15 +40,15 @@ class PlannedCall(NamedTuple):
     num_kv_heads: int
     sizes: Sizes
 
-    def job(
+    def sharded_call(
         self,
         sharding: str = "contiguous",
         inner: int = 1,
         documents: Borders = None,
-    ) -> Job:
+    ) -> ShardedCall:
         cut = ShardSpec(sharding, self.num_ranks, inner=inner)
         shards = cut.shards_of(cut.default_lengths(self.seq_len, documents), documents)
-        return Job(self.pattern, shards, self.num_heads, self.num_kv_heads, documents)
+        return ShardedCall(self.pattern, shards, self.num_heads, self.num_kv_heads, documents)
 
 
 class Exchange(NamedTuple):
@@ -66,14 +66,14 @@ class Exchange(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What every rank of a job (an attention call with its shards) computes and receives.
+    """What every rank of a sharded call computes and receives.
 
     places: a list of counts. Without all_to_all the list has one entry, with the counts of all ranks. If groups of
     ranks use all_to_all, entry i has the counts of the i-th rank of every group. With groups of 2 ranks, entry 0 has
     the counts of ranks 0, 2, 4, ...
     """
 
-    job: Job
+    sharded_call: ShardedCall
     places: list[JobCount]
 
     def by_rank(self, column: Callable[[JobCount], Sequence[int]]) -> list[int]:
@@ -81,7 +81,8 @@ class Counted(NamedTuple):
         `JobCount`."""
         size = len(self.places)
         return [
-            column(self.places[rank % size])[rank // size] for rank in range(self.job.num_ranks)
+            column(self.places[rank % size])[rank // size]
+            for rank in range(self.sharded_call.num_ranks)
         ]
 
     def sent_by_branch(self, sizes: Sizes) -> list[int]:
@@ -89,25 +90,25 @@ class Counted(NamedTuple):
 
         The bytes that ranks send by all_to_all are not included.
         """
-        sent = [0] * len(self.job.pattern.branches)
+        sent = [0] * len(self.sharded_call.pattern.branches)
         for place in self.places:
             for (branch, _), segment in place.segments.items():
                 sent[branch] += segment.received * sizes.unit * sizes.itemsize
         return sent
 
 
-def count(job: Job, exchange: Exchange) -> Counted:
+def count(sharded_call: ShardedCall, exchange: Exchange) -> Counted:
     """Count what every rank computes and receives. Raises ValueError if all_to_all cannot give each rank the same
     number of heads."""
-    return _count(job, dealers(exchange.name, job, exchange.inner))
+    return _count(sharded_call, dealers(exchange.name, sharded_call, exchange.inner))
 
 
 @lru_cache(maxsize=4)
-def _count(job: Job, num_dealers: int) -> Counted:
-    jobs = [job]
+def _count(sharded_call: ShardedCall, num_dealers: int) -> Counted:
+    sharded_calls = [sharded_call]
     if num_dealers > 1:
-        jobs = [dealt(job, num_dealers, place)[0] for place in range(num_dealers)]
-    return Counted(job, [count_ranks(Counter(each)) for each in jobs])
+        sharded_calls = [dealt(sharded_call, num_dealers, place)[0] for place in range(num_dealers)]
+    return Counted(sharded_call, [count_ranks(Counter(each)) for each in sharded_calls])
 
 
 def picked_ranks(counted: Counted) -> list[int]:
@@ -116,13 +117,13 @@ def picked_ranks(counted: Counted) -> list[int]:
     Otherwise they are the first two, the middle one and the last two, the two ranks that compute most, the two that
     receive most, and the two that hold most.
     """
-    num_ranks, job = counted.job.num_ranks, counted.job
+    num_ranks, sharded_call = counted.sharded_call.num_ranks, counted.sharded_call
     if num_ranks <= DOZEN:
         return list(range(num_ranks))
     held_bytes = []
     buffers = counted.by_rank(lambda place: place.buffers)
-    for shard, buffer in zip(job.shards, buffers, strict=True):
-        held_bytes.append(2 * job.num_kv_held * shard_length(shard) + buffer)
+    for shard, buffer in zip(sharded_call.shards, buffers, strict=True):
+        held_bytes.append(2 * sharded_call.num_kv_held * shard_length(shard) + buffer)
     computed = counted.by_rank(lambda place: place.pairs)
     received = counted.by_rank(lambda place: place.received)
     picked = {0, 1, num_ranks // 2, num_ranks - 2, num_ranks - 1}
@@ -177,7 +178,7 @@ class Figures(NamedTuple):
 
 @without_collection()
 def forecast(
-    job: Job,
+    sharded_call: ShardedCall,
     exchange: Exchange,
     sizes: Sizes,
     *,
@@ -189,20 +190,22 @@ def forecast(
     kernel: the name of the kernel that computes; None leaves out the bytes that ranks hold. hardware: the rates of a
     rank and its network; None leaves out the time.
     """
-    counted = count(job, exchange)
+    counted = count(sharded_call, exchange)
     pairs_of_ranks = counted.by_rank(lambda place: place.pairs)
     flops_of_ranks = [FLOPS_PER_PAIR * sizes.unit * num_pairs for num_pairs in pairs_of_ranks]
-    mean_flops = sum(flops_of_ranks) / job.num_ranks
+    mean_flops = sum(flops_of_ranks) / sharded_call.num_ranks
     most_flops = max(flops_of_ranks)
     balance = 1.0
     if most_flops:
         balance = mean_flops / most_flops
     picked = picked_ranks(counted)
     planned: Sequence[int] = picked
-    is_timed = hardware is not None and job.num_ranks <= MOST_TIMED
+    is_timed = hardware is not None and sharded_call.num_ranks <= MOST_TIMED
     if is_timed:
-        planned = range(job.num_ranks)
-    plans = {rank: plan_exchange(exchange.name, job, rank, exchange.inner) for rank in planned}
+        planned = range(sharded_call.num_ranks)
+    plans = {
+        rank: plan_exchange(exchange.name, sharded_call, rank, exchange.inner) for rank in planned
+    }
     step = None
     if hardware is not None and is_timed:
         step = model_step(list(plans.values()), sizes, hardware)
@@ -222,7 +225,7 @@ def forecast(
         balance=balance,
         sent_by_branch=counted.sent_by_branch(sizes),
         ranks=tuple(ranks),
-        num_ranks=job.num_ranks,
+        num_ranks=sharded_call.num_ranks,
         step=step,
         peak_bytes=max(0 if rank.weight is None else rank.weight.peak for rank in ranks),
     )

@@ -112,7 +112,7 @@ def model_step(plans: Sequence[RankPlan], sizes: Sizes, hardware: Hardware) -> S
             before = len(running), network.num_carried
             running = [loop for loop in running if next(loop, "ended") is None]
             assert (len(running), network.num_carried) != before, (
-                "ranks wait for each other: these are not the plans of one job"
+                "ranks wait for each other: these are not the plans of one call"
             )
         seconds_of_stages.append([rank.now - start for rank in ranks])
         start = max(rank.now for rank in ranks)

@@ -55,8 +55,8 @@ def alternatives(
     rows = []
     for sharding in shardings:
         for exchange in exchanges_of(call, hardware):
-            job = call.job(sharding, exchange.inner, documents=documents)
-            figures = forecast(job, exchange, call.sizes, hardware=hardware)
+            sharded_call = call.sharded_call(sharding, exchange.inner, documents=documents)
+            figures = forecast(sharded_call, exchange, call.sizes, hardware=hardware)
             rows.append(Alternative(exchange, sharding, figures))
             step()
     return sorted(rows, key=_rank_of)

@@ -158,8 +158,10 @@ def _attention(
         Sizes(training.batch, decoder.head_dim, training.itemsize),
     )
     exchange, sharding, _ = alternatives(call, hardware)[0]
-    job = call.job(sharding, exchange.inner)
-    figures = forecast(job, exchange, call.sizes, kernel=training.kernel, hardware=hardware)
+    sharded_call = call.sharded_call(sharding, exchange.inner)
+    figures = forecast(
+        sharded_call, exchange, call.sizes, kernel=training.kernel, hardware=hardware
+    )
     weights = [rank.weight for rank in figures.ranks if rank.weight is not None]
     return exchange, sharding, figures, max(weights, key=lambda weight: weight.peak)
 

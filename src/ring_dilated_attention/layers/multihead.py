@@ -17,7 +17,7 @@ from ..attention.validate import (
     refuse_others,
 )
 from ..pattern import DilatedPattern
-from ..plan.job import held_heads
+from ..plan.sharded_call import held_heads
 from ..ranks.call import validate_cu_seqlens
 from ..ranks.context import ContextParallel
 from ..ranks.handshake import RefusedError

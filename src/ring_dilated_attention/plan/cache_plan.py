@@ -23,10 +23,10 @@ from itertools import product
 from typing import NamedTuple
 
 from ..pattern import Branch, DilatedPattern, is_integer
-from .job import Job
 from .plan import Plan, Tile
 from .planner import make_plan
 from .rows import Piece, Rows, cut_apart
+from .sharded_call import ShardedCall
 from .sharding import Shard, Span, make_shards
 from .sight import mask_between
 
@@ -89,7 +89,7 @@ class CachePlan:
     """All rolling buffers of a pattern. The methods say which rows a buffer holds once a sequence has t positions."""
 
     pattern: DilatedPattern
-    num_heads: int  # `num_heads`, `num_kv_heads` and `held` are as in `job.Job`
+    num_heads: int  # `num_heads`, `num_kv_heads` and `held` are as in `sharded_call.ShardedCall`
     num_kv_heads: int
     held: range | None
     max_len: int | None  # the most positions that a sequence may have
@@ -238,7 +238,7 @@ def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
     period = math.lcm(*plan.lengths)
     shards = make_shards("contiguous", (position % period, num_new))
     whole = make_plan(
-        Job(plan.pattern, shards, plan.num_heads, plan.num_kv_heads, None, plan.held), 1
+        ShardedCall(plan.pattern, shards, plan.num_heads, plan.num_kv_heads, None, plan.held), 1
     )
     local = tuple(tile._replace(packed=None) for tile in whole.local)
     cached: list[Tile] = []

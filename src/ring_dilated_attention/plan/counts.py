@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 from ..pattern import Branch
 from .collection import without_collection
-from .job import Job
 from .ring_maker import ShardIndex
 from .rows import own_sections
+from .sharded_call import ShardedCall
 from .sharding import Span
 from .sight import meetings, pairs_under
 from .window_maker import window_of
@@ -155,20 +155,22 @@ def rows_before(position: int, phase: int, rate: int) -> int:
 
 
 class Counter:
-    """Counts what each rank of a job computes and receives, one rank at a time."""
+    """Counts what each rank of a call computes and receives, one rank at a time."""
 
-    def __init__(self, job: Job) -> None:
-        job.pattern.check_heads(job.num_heads, job.num_kv_heads)
-        self.job = job
-        self.pattern = job.pattern
-        self.borders = job.borders
+    def __init__(self, sharded_call: ShardedCall) -> None:
+        sharded_call.pattern.check_heads(sharded_call.num_heads, sharded_call.num_kv_heads)
+        self.sharded_call = sharded_call
+        self.pattern = sharded_call.pattern
+        self.borders = sharded_call.borders
 
         # Both lists have an entry for each branch. `queries`: the phase of each query head. `keys`: for each key/value
         # head, the phases of the query heads that attend to it.
         self.queries: list[Phases] = []
         self.keys: list[Phases] = []
         for branch, (_, rate, _) in enumerate(self.pattern.branches):
-            groups = self.pattern.phase_groups(branch, job.num_heads, job.num_kv_heads, job.held)
+            groups = self.pattern.phase_groups(
+                branch, sharded_call.num_heads, sharded_call.num_kv_heads, sharded_call.held
+            )
 
             query_phases: list[int] = []
             key_phases: list[int] = []
@@ -178,7 +180,7 @@ class Counter:
 
             self.queries.append(Phases(query_phases, rate))
             self.keys.append(Phases(key_phases, rate))
-        self.window = window_of(job, ShardIndex(job.shards))
+        self.window = window_of(sharded_call, ShardIndex(sharded_call.shards))
 
     def of(self, rank: int) -> tuple[int, list[SegmentShare]]:
         """The number of (query, key) pairs that a rank computes, and what it sends and receives for each segment."""
@@ -189,7 +191,7 @@ class Counter:
             queries = self.queries[number]
             # `own_pieces`: for each segment that is cut into pieces, the pieces that the rank owns.
             own_pieces: dict[Span, list[tuple[int, int]]] = {}
-            for span in sorted(self.job.shards[rank]):
+            for span in sorted(self.sharded_call.shards[rank]):
                 for start, stop, segment in own_sections(span, self.borders, branch):
                     if segment is None:
                         pairs += queries.pairs_within(branch, stop - start, is_causal=is_causal)
@@ -244,7 +246,7 @@ NO_SEGMENT = Segment(0, (), 0)
 
 
 class JobCount(NamedTuple):
-    """The counts of a job. `pairs`, `received` and `buffers` have an entry for each rank.
+    """The counts of a call. `pairs`, `received` and `buffers` have an entry for each rank.
 
     pairs: the (query, key) pairs that the rank computes.
     received: the size of the keys and values that the rank receives.
@@ -261,12 +263,12 @@ class JobCount(NamedTuple):
 
 @without_collection()
 def count_ranks(counter: Counter) -> JobCount:
-    """Count all ranks and segments of a job."""
+    """Count all ranks and segments of a call."""
     pairs: list[int] = []
     received: list[int] = []
     shares_of_ranks: list[list[SegmentShare]] = []
     segments: dict[tuple[int, int], Segment] = {}
-    for rank in range(counter.job.num_ranks):
+    for rank in range(counter.sharded_call.num_ranks):
         num_pairs, shares = counter.of(rank)
         pairs.append(num_pairs)
         received.append(sum([share.received for share in shares]))

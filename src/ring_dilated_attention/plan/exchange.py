@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from .counts import Counter, count_ranks
 from .dealing import Dealing, check_dealing, deal
-from .job import Job
 from .plan import Plan, gathered
 from .planner import make_plan
+from .sharded_call import ShardedCall
 from .sharding import Shard, shard_length
 from .step import Sizes
 
@@ -64,47 +64,47 @@ class RankPlan(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def plan_exchange(exchange: str, job: Job, rank: int, inner: int = 1) -> RankPlan:
+def plan_exchange(exchange: str, sharded_call: ShardedCall, rank: int, inner: int = 1) -> RankPlan:
     """A rank's plan under one of EXCHANGES; ValueError if heads cannot be dealt.
 
     inner: how many neighbouring ranks exchange heads for positions (the last axis of a 2-D mesh); 1 for none.
     """
-    size = dealers(exchange, job, inner)
+    size = dealers(exchange, sharded_call, inner)
     dealing = None
     if size > 1:
-        job, dealings = dealt(job, size, rank % size)
+        sharded_call, dealings = dealt(sharded_call, size, rank % size)
         dealing = dealings[rank // size]
 
-    plan = make_plan(job, rank // size)
+    plan = make_plan(sharded_call, rank // size)
     if exchange == "all_gather":
         plan = gathered(plan)
     return RankPlan(plan, dealing)
 
 
-def dealers(exchange: str, job: Job, inner: int) -> int:
+def dealers(exchange: str, sharded_call: ShardedCall, inner: int) -> int:
     """How many neighbouring ranks deal heads (exchange heads for positions); 1 if heads are not dealt."""
-    return job.num_ranks if exchange == "all_to_all" else inner
+    return sharded_call.num_ranks if exchange == "all_to_all" else inner
 
 
-def dealt(job: Job, size: int, place: int) -> tuple[Job, list[Dealing]]:
+def dealt(sharded_call: ShardedCall, size: int, place: int) -> tuple[ShardedCall, list[Dealing]]:
     """Plan how groups of `size` neighbouring ranks deal heads. ValueError if heads cannot be dealt.
 
     After the exchange a rank has all positions of its group, but only some heads. Consider the rank at `place` of every
-    group. These ranks have the same heads, and together all positions. So they run a job of their own on these heads.
-    In this job, each shard has the positions of one group.
+    group. These ranks have the same heads, and together all positions. So they run a call of their own on these heads.
+    In this call, each shard has the positions of one group.
 
-    Returns this job, and one Dealing for each group: how the group's rank at `place` deals heads.
+    Returns this call, and one Dealing for each group: how the group's rank at `place` deals heads.
     """
-    check_dealing(job.num_kv_held, size)
-    share = len(job.held_heads) // size
-    held = job.held_heads[place * share : (place + 1) * share]
+    check_dealing(sharded_call.num_kv_held, size)
+    share = len(sharded_call.held_heads) // size
+    held = sharded_call.held_heads[place * share : (place + 1) * share]
     dealings: list[Dealing] = []
     shards: list[Shard] = []
-    for first in range(0, job.num_ranks, size):
-        dealing, shard = deal(job.shards[first : first + size], place)
+    for first in range(0, sharded_call.num_ranks, size):
+        dealing, shard = deal(sharded_call.shards[first : first + size], place)
         dealings.append(dealing)
         shards.append(shard)
-    return job._replace(shards=tuple(shards), held=held), dealings
+    return sharded_call._replace(shards=tuple(shards), held=held), dealings
 
 
 class Choice(NamedTuple):
@@ -113,13 +113,13 @@ class Choice(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def choose_exchange(job: Job, sizes: Sizes) -> Choice:
+def choose_exchange(sharded_call: ShardedCall, sizes: Sizes) -> Choice:
     """Choose the exchange for a forward, with the reason as text.
 
     The choice weighs bytes, memory, hops and kernel calls. Kernel calls matter: all_to_all may send fewer bytes than
     the ring, but need many more kernel calls. These calls may cost more time than all_to_all saves.
     """
-    counted = count_ranks(Counter(job))
+    counted = count_ranks(Counter(sharded_call))
     unit = sizes.unit * sizes.itemsize
     received = unit * max(counted.received)
     two_chunks = 2 * unit * max(counted.buffers)
@@ -129,8 +129,8 @@ def choose_exchange(job: Job, sizes: Sizes) -> Choice:
     shared = [segment for segment in counted.segments.values() if segment.received]
     hops = max(segment.sharers for segment in shared) - 1
     largest = unit * max(max(segment.largest) for segment in shared)
-    num_kv_held = job.num_kv_held
-    lengths = tuple(map(shard_length, job.shards))
+    num_kv_held = sharded_call.num_kv_held
+    lengths = tuple(map(shard_length, sharded_call.shards))
     num_hops = "1 hop" if hops == 1 else f"{hops} hops"
     ring = f"in the ring a rank receives up to {received:,} bytes in {num_hops}; two chunks have about {two_chunks:,}"
     if (
@@ -143,21 +143,21 @@ def choose_exchange(job: Job, sizes: Sizes) -> Choice:
             f"chunks of {largest:,} bytes are small, and a rank receives {received:,}, no more than two chunks or its "
             f"own keys and values: one round instead of {hops} hops; {ring}",
         )
-    if num_kv_held % job.num_ranks:
+    if num_kv_held % sharded_call.num_ranks:
         return Choice(
             "ring",
-            f"{ring}; {num_kv_held} key/value heads cannot be dealt to {job.num_ranks} ranks",
+            f"{ring}; {num_kv_held} key/value heads cannot be dealt to {sharded_call.num_ranks} ranks",
         )
     # The bytes that a rank sends to deal heads are linear in its number of positions. So the rank with the most or with
     # the fewest positions sends the most bytes. Take the larger number.
-    heads = (len(job.held_heads), num_kv_held)
+    heads = (len(sharded_call.held_heads), num_kv_held)
     by_longest = dealt_bytes(lengths, lengths.index(max(lengths)), heads, sizes, backward=False)
     by_shortest = dealt_bytes(lengths, lengths.index(min(lengths)), heads, sizes, backward=False)
     moved = max(by_longest, by_shortest)
     if moved * ALL_TO_ALL_SAVING > received:
         return Choice("ring", f"{ring}; dealing heads would send {moved:,} bytes while ranks wait")
-    dealt_calls = plan_exchange("all_to_all", job, 0).plan.num_tiles
-    calls = make_plan(job, counted.received.index(max(counted.received))).num_tiles
+    dealt_calls = plan_exchange("all_to_all", sharded_call, 0).plan.num_tiles
+    calls = make_plan(sharded_call, counted.received.index(max(counted.received))).num_tiles
     ring += f", and makes {calls} kernel calls meanwhile"
     if dealt_calls > 2 * calls:
         return Choice(

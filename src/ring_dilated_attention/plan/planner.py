@@ -11,11 +11,11 @@ from itertools import accumulate, product
 
 from ..pattern import HeadGroups
 from .collection import without_collection
-from .job import Job
 from .plan import Hop, Message, Plan, Tile
 from .ring_maker import RingMaker, ShardIndex
 from .rings import Entry, Ring
 from .rows import Block, Piece, Rows, make_bands, matches, own_sections
+from .sharded_call import ShardedCall
 from .sharding import Span, shard_length
 from .sight import mask_between, meetings
 from .window_maker import window_of
@@ -23,10 +23,10 @@ from .window_maker import window_of
 
 @lru_cache(maxsize=256)
 @without_collection()
-def make_plan(job: Job, rank: int) -> Plan:
+def make_plan(sharded_call: ShardedCall, rank: int) -> Plan:
     """The plan of a rank: the tiles that it computes, and the chunks that it packs, sends and receives."""
-    job.pattern.check_heads(job.num_heads, job.num_kv_heads)
-    planner = planner_of(job)
+    sharded_call.pattern.check_heads(sharded_call.num_heads, sharded_call.num_kv_heads)
+    planner = planner_of(sharded_call)
     local, rings = planner.local_and_rings(rank)
     offsets = offsets_of(rings)
     packs = planner.packs(rank, rings, offsets)
@@ -42,9 +42,9 @@ def make_plan(job: Job, rank: int) -> Plan:
     covers_queries, covers_keys = planner.covers()
     return Plan(
         rank=rank,
-        num_rows=shard_length(job.shards[rank]),
+        num_rows=shard_length(sharded_call.shards[rank]),
         num_heads=planner.num_heads,
-        num_kv_heads=job.num_kv_held,
+        num_kv_heads=sharded_call.num_kv_held,
         local=tuple(blocks),
         packs=tuple(packs),
         hops=tuple(hops),
@@ -59,21 +59,23 @@ def make_plan(job: Job, rank: int) -> Plan:
 class _Planner:
     """Makes the parts of every rank's plan, and caches what the plans of several ranks have in common."""
 
-    def __init__(self, job: Job) -> None:
-        self.pattern = job.pattern
-        self.shards = job.shards
-        self.borders = job.borders
-        self.num_heads = len(job.held_heads)
-        self.shares_kv = job.num_heads != job.num_kv_heads
+    def __init__(self, sharded_call: ShardedCall) -> None:
+        self.pattern = sharded_call.pattern
+        self.shards = sharded_call.shards
+        self.borders = sharded_call.borders
+        self.num_heads = len(sharded_call.held_heads)
+        self.shares_kv = sharded_call.num_heads != sharded_call.num_kv_heads
         self.groups: list[HeadGroups] = []  # the head groups of each branch
-        for branch in range(len(job.pattern.branches)):
+        for branch in range(len(sharded_call.pattern.branches)):
             self.groups.append(
-                job.pattern.head_groups(branch, job.num_heads, job.num_kv_heads, job.held)
+                sharded_call.pattern.head_groups(
+                    branch, sharded_call.num_heads, sharded_call.num_kv_heads, sharded_call.held
+                )
             )
-        self.index = ShardIndex(job.shards)
+        self.index = ShardIndex(sharded_call.shards)
         # cached, because all ranks of a ring ask for the same rings
-        self.rings_of = cache(RingMaker(job, self.index, self.groups).rings)
-        self.window = window_of(job, self.index)
+        self.rings_of = cache(RingMaker(sharded_call, self.index, self.groups).rings)
+        self.window = window_of(sharded_call, self.index)
         # Cached, because two ranks may have the same Chunk object (`rings.py`). The tiles with these ranks' chunks are
         # then equal.
         self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)

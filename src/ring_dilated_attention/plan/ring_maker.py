@@ -18,9 +18,9 @@ from functools import cache
 from itertools import groupby
 
 from ..pattern import HeadGroup, HeadGroups
-from .job import Job
 from .rings import Chunk, Hops, Ring, all_hops, causal_hops, make_chunk
 from .rows import Piece, heads_between
+from .sharded_call import ShardedCall
 from .sharding import Shard, Span, first_rows
 
 
@@ -59,10 +59,12 @@ class ShardIndex:
 
 
 class RingMaker:
-    """Makes the rings of the segments of a job. (`window_maker.py` makes the rings of a sliding window.)"""
+    """Makes the rings of the segments of a call. (`window_maker.py` makes the rings of a sliding window.)"""
 
-    def __init__(self, job: Job, index: ShardIndex, groups: list[HeadGroups]) -> None:
-        self.pattern = job.pattern
+    def __init__(
+        self, sharded_call: ShardedCall, index: ShardIndex, groups: list[HeadGroups]
+    ) -> None:
+        self.pattern = sharded_call.pattern
         self.index = index
         self.groups = groups  # the head groups of each branch
 

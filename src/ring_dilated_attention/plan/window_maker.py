@@ -6,7 +6,7 @@ last rows of earlier portions. If the window is not causal, its last queries als
 portions.
 
 A rank sends only the rows to which queries of other ranks attend. A ring carries these rows. Its members are the rank
-that owns the rows and the ranks with queries that attend to the rows. In most jobs a ring has two ranks, and all its
+that owns the rows and the ranks with queries that attend to the rows. In most calls a ring has two ranks, and all its
 rows travel at hop 1.
 """
 
@@ -16,10 +16,10 @@ from functools import cache
 from itertools import groupby, product
 from typing import NamedTuple
 
-from .job import Job
 from .ring_maker import ShardIndex
 from .rings import Chunk, Ring, all_hops, make_chunk
 from .rows import Piece, cut_apart
+from .sharded_call import ShardedCall
 from .sharding import Span
 from .sight import mask_between
 
@@ -49,15 +49,15 @@ class Crossing(NamedTuple):
 class WindowMaker:
     """Makes the rings of a window, and finds the rows of other spans to which a rank's queries attend."""
 
-    def __init__(self, job: Job, index: ShardIndex) -> None:
-        self.job = job
+    def __init__(self, sharded_call: ShardedCall, index: ShardIndex) -> None:
+        self.sharded_call = sharded_call
         self.index = index
-        self.number = len(job.pattern.branches) - 1  # the window is the last branch
-        self.branch = job.pattern.branches[-1]
-        self.groups = job.pattern.head_groups(
-            self.number, job.num_heads, job.num_kv_heads, job.held
+        self.number = len(sharded_call.pattern.branches) - 1  # the window is the last branch
+        self.branch = sharded_call.pattern.branches[-1]
+        self.groups = sharded_call.pattern.head_groups(
+            self.number, sharded_call.num_heads, sharded_call.num_kv_heads, sharded_call.held
         )
-        self.is_causal = job.pattern.is_causal
+        self.is_causal = sharded_call.pattern.is_causal
         self.reach = self.branch.window_reach(is_causal=self.is_causal)
         # cached, because all ranks of a ring ask for the same portions
         self.rings_of = cache(self._rings)
@@ -68,8 +68,8 @@ class WindowMaker:
 
         Only these portions can form (query, key) pairs with other portions.
         """
-        borders = self.job.borders
-        for span in self.job.shards[rank]:
+        borders = self.sharded_call.borders
+        for span in self.sharded_call.shards[rank]:
             # the numbers of the documents in which the span begins and ends
             first = bisect_right(borders, span.start) - 1
             last = bisect_left(borders, span.stop) - 1
@@ -189,6 +189,6 @@ class WindowMaker:
         )
 
 
-def window_of(job: Job, index: ShardIndex) -> WindowMaker | None:
-    """The maker of a window's rings, or None if the job's pattern has no window."""
-    return None if job.pattern.window is None else WindowMaker(job, index)
+def window_of(sharded_call: ShardedCall, index: ShardIndex) -> WindowMaker | None:
+    """The maker of a window's rings, or None if the call's pattern has no window."""
+    return None if sharded_call.pattern.window is None else WindowMaker(sharded_call, index)

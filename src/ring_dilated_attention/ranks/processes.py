@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..plan.dealing import check_dealing
 from ..plan.exchange import Choice, choose_exchange
-from ..plan.job import Job
+from ..plan.sharded_call import ShardedCall
 from ..plan.sharding import ShardSpec, order_by_host
 from ..plan.step import Sizes
 from .call import Call, ForwardState, borders_field
@@ -323,18 +323,18 @@ class Processes(Ranks):
     ) -> list[Tensor]:
         return self.all.all_to_all_single(tensors, sizes, like, moment)
 
-    def choose(self, job: Job, sizes: Sizes) -> Choice:
+    def choose(self, sharded_call: ShardedCall, sizes: Sizes) -> Choice:
         if self.cut.inner > 1:
-            check_dealing(job.num_kv_held, self.cut.inner)
+            check_dealing(sharded_call.num_kv_held, self.cut.inner)
         if self.exchange == "all_to_all":
-            check_dealing(job.num_kv_held, self.world_size)
+            check_dealing(sharded_call.num_kv_held, self.world_size)
         if self.exchange != "auto":
             return Choice(self.exchange, "asked for")
         if self.cut.inner > 1:
             return Choice("ring", "the outer axis of a 2-D mesh; the inner one deals heads")
-        return choose_exchange(job, sizes)
+        return choose_exchange(sharded_call, sizes)
 
-    def links(self, exchange: str, job: Job) -> Links:
+    def links(self, exchange: str, sharded_call: ShardedCall) -> Links:
         if exchange == "all_to_all":
             return None, self.all
         return self.outer, self.inner

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..kernels.choose import BACKENDS
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
-from ..plan.job import Job
+from ..plan.sharded_call import ShardedCall
 from ..plan.sharding import Borders, Shard, ShardSpec, document_positions, documents_of
 from ..plan.step import Sizes
 from ..run import executor
@@ -188,11 +188,11 @@ class Ranks:
         process k. Tensors may be empty."""
         return list(tensors)
 
-    def choose(self, job: Job, sizes: Sizes) -> Choice:
+    def choose(self, sharded_call: ShardedCall, sizes: Sizes) -> Choice:
         """The exchange of a call (how keys and values travel), and why it was chosen."""
         return Choice("none", "one rank: nothing to send")
 
-    def links(self, exchange: str, job: Job) -> Links:
+    def links(self, exchange: str, sharded_call: ShardedCall) -> Links:
         """The link and the dealer that this rank uses in a call with this exchange (see `Links`)."""
         return None, None
 
@@ -259,11 +259,13 @@ class Ranks:
         documents = documents_of(state.borders, sum(lengths))
         num_kv_heads = call.num_kv_heads(key.shape[2])
         shards = self.shards(lengths, documents)
-        job = Job(call.pattern, shards, call.num_heads, num_kv_heads, documents, call.heads_held)
+        sharded_call = ShardedCall(
+            call.pattern, shards, call.num_heads, num_kv_heads, documents, call.heads_held
+        )
         sizes = Sizes(query.shape[0], query.shape[3], query.element_size())
-        exchange = self.choose(job, sizes).exchange
-        rank_plan = plan_exchange(exchange, job, self.rank, self.cut.inner)
-        link, dealer = self.links(exchange, job)
+        exchange = self.choose(sharded_call, sizes).exchange
+        rank_plan = plan_exchange(exchange, sharded_call, self.rank, self.cut.inner)
+        link, dealer = self.links(exchange, sharded_call)
         kernel = BACKENDS[state.kernel]
         return rank_plan, ExecutorOptions(kernel, call.kernel_scale, link, dealer, call.factor)
 

@@ -11,7 +11,7 @@ from torch import Tensor, is_tensor
 from ..kernels.cpu import DTYPES
 from ..pattern import DilatedPattern, is_integer, why_no_pattern
 from ..plan.cache_plan import CachePlan, check_append, check_crop, plan_cache
-from ..plan.job import held_heads
+from ..plan.sharded_call import held_heads
 from .append import packed, packed_size, place, placed, unpack
 from .link_contract import ContextProtocol
 

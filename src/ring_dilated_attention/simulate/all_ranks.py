@@ -16,7 +16,7 @@ from torch import Tensor
 from ..kernels.choose import BACKENDS
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, plan_exchange
-from ..plan.job import Job
+from ..plan.sharded_call import ShardedCall
 from ..plan.sharding import Borders, Shard, ShardSpec, documents_of, make_shards
 from ..plan.step import Sizes
 from ..ranks.arguments import cut_of
@@ -210,7 +210,7 @@ class SimulatedRanks(Ranks):
     def shards(self, lengths: Sequence[int], documents: Borders = None) -> tuple[Shard, ...]:
         return make_shards("contiguous", lengths)
 
-    def choose(self, job: Job, sizes: Sizes) -> Choice:
+    def choose(self, sharded_call: ShardedCall, sizes: Sizes) -> Choice:
         return Choice("ring", "all ranks are simulated in this process")
 
     def run(
@@ -225,8 +225,10 @@ class SimulatedRanks(Ranks):
         documents = documents_of(state.borders, seq_len)
         shards = self.cut.shards_of(self.cut.default_lengths(seq_len, documents), documents)
         num_kv_heads = call.num_kv_heads(key.shape[2])
-        job = Job(call.pattern, shards, call.num_heads, num_kv_heads, documents, call.heads_held)
-        plans = [plan_exchange("ring", job, rank) for rank in range(len(shards))]
+        sharded_call = ShardedCall(
+            call.pattern, shards, call.num_heads, num_kv_heads, documents, call.heads_held
+        )
+        plans = [plan_exchange("ring", sharded_call, rank) for rank in range(len(shards))]
 
         def work(rank: int, link: SimulatedLink) -> tuple[Tensor, ...]:
             rows: dict[str, Any] = {}

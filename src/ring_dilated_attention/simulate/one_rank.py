@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..pattern import is_integer
 from ..plan.exchange import Choice
-from ..plan.job import Job
 from ..plan.plan import Message
 from ..plan.planner import offsets_of, planner_of
 from ..plan.rows import Block, Rows
+from ..plan.sharded_call import ShardedCall
 from ..plan.sharding import ShardSpec
 from ..plan.step import Sizes
 from ..ranks.arguments import cut_of
@@ -43,9 +43,9 @@ class GlobalChunk(NamedTuple):
     rows: tuple[tuple[Rows, Block], ...]
 
 
-def chunk_finder(job: Job, rank: int) -> Callable[[Message], GlobalChunk]:
+def chunk_finder(sharded_call: ShardedCall, rank: int) -> Callable[[Message], GlobalChunk]:
     """A function that tells which chunk a message of the rank's plan carries."""
-    planner = planner_of(job)
+    planner = planner_of(sharded_call)
     _, rings = planner.local_and_rings(rank)
     ring_at = dict(zip(offsets_of(rings), rings, strict=False))
 
@@ -204,8 +204,8 @@ class OneRank(Ranks):
             "Make this rank's rows yourself, at the positions that `positions` gives, or run simulate.all_ranks."
         )
 
-    def choose(self, job: Job, sizes: Sizes) -> Choice:
+    def choose(self, sharded_call: ShardedCall, sizes: Sizes) -> Choice:
         return Choice("ring", "one rank runs, and the others are imitated")
 
-    def links(self, exchange: str, job: Job) -> Links:
-        return OneRankLink(self.rank, self.others, chunk_finder(job, self.rank)), None
+    def links(self, exchange: str, sharded_call: ShardedCall) -> Links:
+        return OneRankLink(self.rank, self.others, chunk_finder(sharded_call, self.rank)), None

@@ -1,6 +1,7 @@
 """`rda embed`: computes slide embeddings from files of tile features, with GigaPath's published weights."""
 
 import hashlib
+import warnings
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,17 +98,16 @@ def pixels(text: str) -> float:
 
 def run(arguments: Namespace) -> int:
     check_installed(["numpy"], "slides")
-    from .embedder import embed_slide, load
     from .slides import find_slides
 
     slides = find_slides(arguments.slides)
     if any(path.suffix in (".h5", ".hdf5") for path in slides.values()):
         check_installed(["h5py"], "slides")
-    model = load(arguments)
+    model = load_model(arguments)
     settings = settings_of(arguments, model)
     folder = EmbeddingFolder(arguments.out, settings)
     new_slides = {}
-    warnings, failures = [], []
+    model_warnings, failures = [], []
     for name, path in slides.items():
         embedding = folder.path_of(name)
         if not embedding.exists():
@@ -123,20 +123,72 @@ def run(arguments: Namespace) -> int:
                 embedding, slide_warnings = embed_slide(model, arguments, path)
                 folder.add(name, embedding)
                 num_embedded += 1
-                warnings += [f"warning: {path}: {warning}" for warning in slide_warnings]
+                model_warnings += [f"warning: {path}: {warning}" for warning in slide_warnings]
             except (ValueError, MemoryError, RuntimeError) as error:
                 if not isinstance(error, ValueError) and not is_out_of_memory(error):
                     raise
                 failures.append(f"{path}: {first_line(error)}")
             bar.note(name)
             bar.update()
-    for message in warnings + failures:
+    for message in model_warnings + failures:
         say(f"rda embed: {message}")
     num_there = len(slides) - len(new_slides)
     print(
         f"slides embedded: {num_embedded}; there already: {num_there}; model: {settings['model']}"
     )
     return 1 if failures else 0
+
+
+def load_model(options: Namespace) -> "LongNetViT":
+    """Load the model onto its device. Raises ValueError if the weights or the device cannot be used."""
+    import torch
+
+    from ...models.weights import load_slide_encoder
+
+    model = load_slide_encoder(
+        options.weights,
+        max_wsi_size=options.max_wsi_size,
+        global_pool=options.embedding == "pooled",
+    )
+    try:
+        torch.ones(1, device=options.device).cpu()
+        model.to(options.device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises for a bad device
+        raise ValueError(
+            f"--device {options.device} cannot be used: {first_line(error)}"
+        ) from error
+    # Set the user's tile size only now: it must change how coordinates are read, but not the segment lengths. The
+    # segment lengths were computed when the model was made, from the published tile size 256.
+    model.tile_size = options.tile_size or 256.0
+    return model
+
+
+def embed_slide(model: "LongNetViT", options: Namespace, path: Path) -> tuple[Any, list[str]]:
+    """Embed a slide. Returns the embedding and the texts of the model's warnings. The embedding is a numpy array (E,),
+    or (depth + 1, E) with --layer all.
+
+    Raises ValueError if the slide cannot be read, or has a tile that the model refuses.
+    """
+    import torch
+
+    from .slides import read_slide
+
+    features, coords = read_slide(path, options.tile_size)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        states = model(features[None].to(options.device), coords[None], options.layer != "encoder")
+    if options.layer == "all":
+        embedding = torch.cat(states)
+    elif options.layer.isdecimal():
+        embedding = states[int(options.layer)][0]
+    else:
+        embedding = states[-1][0]
+    embedding = embedding.cpu()
+    if not embedding.isfinite().all():
+        raise ValueError(
+            "the features are finite, but not the embedding: they are too large for float32"
+        )
+    return embedding.numpy(), [str(warning.message) for warning in caught]
 
 
 def settings_of(arguments: Namespace, model: "LongNetViT") -> dict[str, Any]:

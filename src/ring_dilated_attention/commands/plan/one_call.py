@@ -22,7 +22,7 @@ from ...forecast.exchanges import Alternative, alternatives, better
 from ...pattern import DilatedPattern
 from ...plan.collection import without_collection
 from ...plan.exchange import EXCHANGES, Choice, choose_exchange
-from ...plan.job import Job
+from ...plan.sharded_call import ShardedCall
 from ...plan.sharding import SHARDINGS, sharding_of
 from ...plan.step import Sizes
 from ...training.files import write_whole
@@ -105,14 +105,14 @@ def run(arguments: Namespace) -> int:
     call = PlannedCall(
         pattern, arguments.seq_len, arguments.ranks, arguments.heads, num_kv_heads, sizes
     )
-    job = call.job(arguments.sharding, documents=documents)
+    sharded_call = call.sharded_call(arguments.sharding, documents=documents)
     rows: list[Alternative] = []
     with progress(None, "step") as bar:
-        choice = choice_of(job, sizes, arguments.exchange)
+        choice = choice_of(sharded_call, sizes, arguments.exchange)
         exchange = Exchange(choice.exchange)
-        figures = forecast(job, exchange, sizes, kernel=kernel, hardware=hardware)
+        figures = forecast(sharded_call, exchange, sizes, kernel=kernel, hardware=hardware)
         bar.update()
-        if 1 < job.num_ranks <= MOST_COMPARED:
+        if 1 < sharded_call.num_ranks <= MOST_COMPARED:
             rows = alternatives(call, hardware, documents, bar.update)
     advice = better(figures, rows)
     if arguments.picture is not None:
@@ -180,12 +180,12 @@ def documents_of(arguments: Namespace) -> tuple[int, ...] | None:
     return tuple(accumulate(lengths, initial=0))
 
 
-def choice_of(job: Job, sizes: Sizes, asked_for: str) -> Choice:
+def choice_of(sharded_call: ShardedCall, sizes: Sizes, asked_for: str) -> Choice:
     """The exchange that the user asked for, or else the one that a call would choose, and the reason."""
-    if job.num_ranks == 1:
+    if sharded_call.num_ranks == 1:
         return Choice("none", "one rank: nothing to send")
     if asked_for == "auto":
-        return choose_exchange(job, sizes)
+        return choose_exchange(sharded_call, sizes)
     return Choice(asked_for, "asked for")
 
 

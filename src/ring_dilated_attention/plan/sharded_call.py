@@ -1,4 +1,4 @@
-"""Job: the pattern, shards and heads of an attention call. Pure integers, no torch."""
+"""ShardedCall: the pattern, shards and heads of an attention call. Pure integers, no torch."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ from ..pattern import DilatedPattern
 from .sharding import Shard, shard_length
 
 
-class Job(NamedTuple):
+class ShardedCall(NamedTuple):
     """The facts of a call that are the same on every rank.
 
     These facts and a rank's number determine the rank's plan.
