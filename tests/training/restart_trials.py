@@ -49,6 +49,8 @@ MOMENTS = ("step", "step", "start", "step", "report")
 AT_ANY_MOMENT = ("worker", "rank 0", "two", "agent")
 # A torchrun whose ranks have finished waits for the torchruns of other hosts, and 300 s if one was killed just then.
 ORPHAN_SECONDS, MOST_SECONDS = 60, 400
+# docs/reliability.md: a rank that is younger when torchrun is killed may not notice. Under load, tenths are seconds.
+YOUNG_SECONDS = 2
 STEPS_OF_ORPHANS = 15  # ranks look for their parent every 50 ms: they do fewer steps without it
 TRAIN = ("-m", "ring_dilated_attention", "train")
 STORE = str(Path(__file__).parents[2] / "examples" / "launch" / "store.py")
@@ -103,7 +105,8 @@ class TrainingJob:
         # all processes of ranks that were seen, and when each began
         self.known = {}
         self.said_before = 0  # how many bytes had been said when a rank was first seen
-        self.has_lost_head, self.steps_left = False, 0  # at the moment when it lost it
+        # at the moment when it lost it
+        self.has_lost_head, self.steps_left, self.may_train_on = False, 0, False
         self.store = None
 
     def begin(self):
@@ -169,6 +172,7 @@ class TrainingJob:
     def lose_head(self, rng):
         """Kill the launcher, or one of the agents."""
         self.has_lost_head, self.steps_left = True, self.size.steps - steps_done()
+        self.may_train_on = self.launcher == "torchrun" and any(map(is_young, self.ranks()))
         lost = rng.choice(self.heads)
         self.kill([lost.pid])
         while lost.poll() is None:  # until then its ranks are no orphans
@@ -224,6 +228,11 @@ def began(pid):
     """When a living process began; 0 if it has ended."""
     fields = stat_of(pid)
     return int(fields[19]) if fields else 0
+
+
+def is_young(pid):
+    seconds = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return seconds - began(pid) / os.sysconf("SC_CLK_TCK") < YOUNG_SECONDS
 
 
 def children(pid):
@@ -367,7 +376,7 @@ def run_trial(faults, job, rng, whole, ranks_at_last=2):
                 if job.orphans():
                     complaints.append(f"ranks ran {ORPHAN_SECONDS} s without their launcher")
                 if job.launcher != "two agents" and job.steps_left >= STEPS_OF_ORPHANS:
-                    if result() is not None:
+                    if result() is not None and not job.may_train_on:
                         complaints.append("ranks trained to the end without their launcher")
                     if kind == "agent" and moment != "start" and newest_step() < steps_done():
                         complaints.append("ranks that lost their launcher did not save")
