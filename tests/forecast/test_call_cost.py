@@ -1,4 +1,4 @@
-"""Forecasts of a call against the plans and the clock of all ranks, in random jobs."""
+"""Forecasts of a call against the plans and the clock of all ranks, in random calls."""
 
 import random
 from functools import cache
@@ -16,7 +16,7 @@ from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.simulate.weighing import weigh_attention
 
 
-def random_job(rng, num_ranks):
+def random_call(rng, num_ranks):
     n = num_ranks * rng.choice([16, 40, 64]) + rng.randint(0, 9)
     lengths = rng.choices([32, 64, 100, 512, n, 3 * n // 5], k=rng.randint(1, 3))
     rates = rng.choices([1, 2, 3, 8], k=len(lengths))
@@ -35,7 +35,7 @@ def test_figures_are_those_of_the_plans(seed, exchange, monkeypatch):
     weigh = cache(weigh_attention)
     monkeypatch.setattr(call_cost, "weigh_attention", weigh)
     rng = random.Random(seed)
-    sharded_call = random_job(rng, 4)
+    sharded_call = random_call(rng, 4)
     sizes = Sizes(rng.choice([1, 2]), 16, rng.choice([2, 4]))
     plans = [plan_exchange(exchange.name, sharded_call, rank, exchange.inner) for rank in range(4)]
     hardware = Hardware(1e10, 1e8, 1e-5)
@@ -57,7 +57,7 @@ def test_figures_are_those_of_the_plans(seed, exchange, monkeypatch):
 
 def test_the_picked_ranks_hold_as_much_as_any():
     """Of 14, rank 3 alone holds most, and its place is none of those that are always picked."""
-    sharded_call, sizes = random_job(random.Random(2), 14), Sizes(1, 16, 4)
+    sharded_call, sizes = random_call(random.Random(2), 14), Sizes(1, 16, 4)
     picked = picked_ranks(count(sharded_call, Exchange()))
     assert len(picked) < 14
     weights = [
