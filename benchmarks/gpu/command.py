@@ -79,7 +79,7 @@ def main(words: Sequence[str]) -> int:
     settings = Settings()
     if arguments.quick:
         settings = QUICK
-        # the limits are for a card; a rehearsal may have to share its cores
+        # The limits are for a card. A rehearsal may have to share its cores.
         parts = [part._replace(seconds=10 * part.seconds) for part in parts]
     rows = run_parts(NAME, parts, settings, folder, is_quick=arguments.quick)
     return print_rows(rows)

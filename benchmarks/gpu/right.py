@@ -33,23 +33,33 @@ def card(worker: Worker, settings: Settings) -> None:
     facts = {"name": "a CPU in its place"} if settings.is_quick else describe()
     facts["triton"] = triton_version()
     most = ceilings(settings.device, settings.dtype, rows=settings.ceiling_rows)
+    words = [
+        facts["name"],
+        f"torch {torch.__version__}",
+        f"Triton {facts['triton']}",
+        f"{most.flops_per_second / 1e12:.3g} TFLOP/s in a product of matrices",
+        f"{most.bytes_per_second / 1e12:.3g} TB/s in a copy",
+    ]
     worker.report(
         {
             "what": "the card",
             "passed": None,
-            "found": f"{facts['name']}, torch {torch.__version__}, Triton {facts['triton']}, "
-            f"{most.flops_per_second / 1e12:.3g} TFLOP/s in a product of matrices, "
-            f"{most.bytes_per_second / 1e12:.3g} TB/s in a copy",
+            "found": ", ".join(words),
             "cards": [facts],
             "ceilings": most._asdict(),
         }
     )
     for head_dim in settings.head_dims:
-        query = torch.empty(
-            1, 64, settings.num_heads, head_dim, device=settings.device, dtype=settings.dtype
-        )
+        shape = (1, 64, settings.num_heads, head_dim)
+        query = torch.empty(shape, device=settings.device, dtype=settings.dtype)
         said = explain(query, query, query, DilatedPattern(*TWO))
-        worker.report({"what": f"auto, head dim {head_dim}", "passed": None, "found": said.kernel})
+        worker.report(
+            {
+                "what": f"auto, head dim {head_dim}",
+                "passed": None,
+                "found": said.kernel,
+            }
+        )
     reason = rows_at_once.why_not(torch.device(settings.device))
     worker.report(
         {
@@ -61,6 +71,7 @@ def card(worker: Worker, settings: Settings) -> None:
 
 
 def triton_version() -> str:
+    """The version of Triton, which torch installs on some machines alone."""
     try:
         return str(import_module("triton").__version__)
     except ImportError:
@@ -91,9 +102,19 @@ def run_tests(settings: Settings, seconds: float, tests: Sequence[str]) -> list[
         limit.cancel()
     if process.returncode < 0:
         last = f"ended after {seconds:.0f} s, at: {last}"
-    numbers = ", ".join(f"{number} {what.lower()}" for what, number in counts.items() if number)
-    found = f"{numbers or 'none ran'}: {last.strip('= ')}"
-    rows.append({"what": "tests", "passed": process.returncode == 0, "found": found, **counts})
+    words = []
+    for what, number in counts.items():
+        if number > 0:
+            words.append(f"{number} {what.lower()}")
+    numbers = ", ".join(words) or "none ran"
+    rows.append(
+        {
+            "what": "tests",
+            "passed": process.returncode == 0,
+            "found": f"{numbers}: {last.strip('= ')}",
+            **counts,
+        }
+    )
     return rows
 
 
@@ -103,22 +124,27 @@ def beyond(worker: Worker, settings: Settings) -> None:
     In the long call every tensor has more than 2**31 elements, so that 32-bit indices would overflow.
     """
     sizes = settings.beyond
-    pattern = DilatedPattern(*TWO if not settings.is_quick else settings.branches[0])
+    branches = settings.branches[0] if settings.is_quick else TWO
+    pattern = DilatedPattern(*branches)
     unit = math.lcm(*pattern.segment_lengths)
     start = (sizes.seq_len - 1) // unit * unit
     inputs, dout = make_tensors(sizes, device=settings.device)
     whole = [x[:, start:].clone() for x in both_ways(inputs, dout, pattern)]
-    tails = [x.detach()[:, start:].clone().requires_grad_() for x in inputs]
+    tails = []
+    for x in inputs:
+        tail = x.detach()[:, start:].clone()
+        tails.append(tail.requires_grad_())
     alone = both_ways(tails, dout[:, start:].clone(), pattern)
     allowed = tolerances(small_case(sizes, pattern), sizes.dtype, settings.device)
+    size = f"{sizes.seq_len:,} positions, {sizes.num_heads} heads of {sizes.head_dim}"
     for name, x, y in zip(QUANTITIES, whole, alone, strict=True):
         error = relative(squares(x, y.cpu().double()))
+        at_most = 2 * allowed[name]
         worker.report(
             {
-                "what": f"{name} at the end of {sizes.seq_len:,} positions, {sizes.num_heads} heads "
-                f"of {sizes.head_dim}",
-                "passed": error <= 2 * allowed[name],
-                "found": f"differs by {error:.1e} of at most {2 * allowed[name]:.1e}",
+                "what": f"{name} at the end of {size}",
+                "passed": error <= at_most,
+                "found": f"differs by {error:.1e} of at most {at_most:.1e}",
             }
         )
     release(settings.device)
@@ -146,10 +172,11 @@ def one_rank(worker: Worker, settings: Settings) -> None:
     out = dilated_attention(query, key, value, pattern, parallel=parallel)
     assert isinstance(out, Tensor)
     found = [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+    is_equal = all(map(torch.equal, found, expected))
     worker.report(
         {
             "what": f"one rank over {dist.get_backend()}",
-            "passed": all(map(torch.equal, found, expected)),
+            "passed": is_equal,
             "found": "equal to a call without a group, to the bit, if it passed",
         }
     )

@@ -92,8 +92,12 @@ def timed(
     dout: Tensor,
     repeats: int,
 ) -> Timed:
-    """Time `repeats` forwards and backwards of a call, after one to warm up. The host does not wait for the device."""
-    marks, host_seconds = [], []
+    """Time forwards and backwards of a call. Meanwhile the host does not wait for the device.
+
+    repeats: how many are timed. One more comes first, to warm up.
+    """
+    marks = []
+    host_seconds = []
     for _ in range(1 + repeats):
         began = time.perf_counter()
         start = Mark(device)
@@ -103,16 +107,23 @@ def timed(
         marks.append((start, middle, Mark(device)))
         host_seconds.append(time.perf_counter() - began)
     synchronize(device)
-    times = [Times(middle.since(start), end.since(middle)) for start, middle, end in marks[1:]]
+    times = []
+    for start, middle, end in marks[1:]:
+        forward = middle.since(start)
+        backward = end.since(middle)
+        times.append(Times(forward, backward))
     return Timed(times, host_seconds[1:])
 
 
 def dense(inputs: list[Tensor], *, is_causal: bool) -> Tensor:
+    """torch's attention of query, key and value (B, N, H, D), over the whole length: out (B, N, H, D)."""
     query, key, value = (x.transpose(1, 2) for x in inputs)
-    return scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2)
+    out = scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+    return out.transpose(1, 2)
 
 
 def median_of(found: Timed, stage: str) -> float:
+    """The median of the device's seconds. stage: forward, or both for forward and backward."""
     return statistics.median(seconds_of(found.times, stage))
 
 
@@ -132,10 +143,9 @@ def ops(worker: Worker, settings: Settings) -> None:
                 title += f", {tile.rate} positions apart"
             if is_causal:
                 title += ", causal"
+            results = [expected, *expected_grads]
             for name in OPS:
-                row = op_row(
-                    name, settings, tile, inputs, dout, [expected, *expected_grads], is_causal
-                )
+                row = op_row(name, settings, tile, inputs, dout, results, is_causal)
                 worker.report({"what": f"{title}, {name}", **row})
 
 
@@ -149,8 +159,14 @@ def tile_tensors(settings: Settings, tile: Tile) -> tuple[list[Tensor], Tensor]:
     sizes = Sizes(seq_len, num_heads, tile.head_dim, settings.dtype, tile.segments)
     inputs, dout = make_tensors(sizes, device=settings.device)
     rows = Rows(range(num_heads), 0, int(tile.rate > 1), tile.rate, tile.rows)
-    *views, dout = (rows_view(x.detach(), rows).transpose(1, 2) for x in (*inputs, dout))
-    return [x.requires_grad_() for x in views], dout.contiguous()
+    views = []
+    for x in (*inputs, dout):
+        view = rows_view(x.detach(), rows)
+        views.append(view.transpose(1, 2))
+    *leaves, dout = views
+    for leaf in leaves:
+        leaf.requires_grad_()
+    return leaves, dout.contiguous()
 
 
 def op_row(
@@ -162,25 +178,24 @@ def op_row(
     expected: list[Tensor],
     is_causal: bool,
 ) -> Row:
+    """The row of one op for one tile, without its name. expected: out, dq, dk and dv in float32."""
+    call = partial(dense, inputs, is_causal=is_causal)
     try:
         with chosen(name):
-            out = dense(inputs, is_causal=is_causal)
+            out = call()
             found = [out, *torch.autograd.grad(out, inputs, dout)]
-            measured = timed(
-                settings.device, lambda: dense(inputs, is_causal=is_causal), inputs, dout, 5
-            )
+            measured = timed(settings.device, call, inputs, dout, 5)
     except Exception as error:  # noqa: BLE001  an op that is not installed is no failure
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return {"passed": None, "found": f"does not run: {reason[:200]}"}
     errors = []
     for x, y in zip(found, expected, strict=True):
-        errors.append(float((x.detach().float() - y.detach()).norm() / y.detach().norm()))
+        exact = y.detach()
+        difference = x.detach().float() - exact
+        errors.append(float(difference.norm() / exact.norm()))
     allowed = 2 * torch.finfo(settings.dtype).eps
-    num_pairs = (
-        tile.segments
-        * settings.num_heads
-        * pairs(DilatedPattern((tile.rows,), (1,), is_causal=is_causal), tile.rows, 1)
-    )
+    segment = DilatedPattern((tile.rows,), (1,), is_causal=is_causal)
+    num_pairs = tile.segments * settings.num_heads * pairs(segment, tile.rows, 1)
     speeds = {}
     for stage, products in PRODUCTS.items():
         speeds[stage] = products * 2 * tile.head_dim * num_pairs / median_of(measured, stage)
@@ -206,10 +221,8 @@ def share(worker: Worker, settings: Settings) -> None:
                 inputs, dout = make_tensors(sizes, device=settings.device)
                 key = (head_dim, is_causal)
                 if seq_len <= settings.dense_at_most:
-                    fastest[key] = (
-                        seq_len,
-                        fastest_dense(settings, inputs, dout, repeats, is_causal),
-                    )
+                    of_stages = fastest_dense(settings, inputs, dout, repeats, is_causal)
+                    fastest[key] = (seq_len, of_stages)
                 for lengths_and_rates in settings.branches:
                     pattern = DilatedPattern(*lengths_and_rates, is_causal=is_causal)
                     row = share_row(settings, sizes, pattern, inputs, dout, repeats, fastest[key])
@@ -221,26 +234,25 @@ def share(worker: Worker, settings: Settings) -> None:
 def fastest_dense(
     settings: Settings, inputs: list[Tensor], dout: Tensor, repeats: int, is_causal: bool
 ) -> dict[str, tuple[str, float]]:
-    """For each stage (forward, both) the op in which dense attention is fastest, and its median seconds."""
+    """For each stage (forward, both) the op in which dense attention is fastest, and its median seconds.
+
+    An op that is not installed is left out.
+    """
     medians: dict[str, Timed] = {}
     for name in OPS:
         if name == "memory-efficient" and not settings.is_quick:
             continue  # this op is never the fastest, and slow at these lengths
         try:
             with chosen(name):
-                medians[name] = timed(
-                    settings.device,
-                    lambda: dense(inputs, is_causal=is_causal),
-                    inputs,
-                    dout,
-                    repeats,
-                )
+                call = partial(dense, inputs, is_causal=is_causal)
+                medians[name] = timed(settings.device, call, inputs, dout, repeats)
         except Exception:  # noqa: BLE001  the part "ops" reports why an op does not run
             release(settings.device)
     fastest = {}
     for stage in PRODUCTS:
-        name = min(medians, key=lambda name: median_of(medians[name], stage))
-        fastest[stage] = (name, median_of(medians[name], stage))
+        seconds = {name: median_of(found, stage) for name, found in medians.items()}
+        name = min(seconds, key=lambda name: seconds[name])
+        fastest[stage] = (name, seconds[name])
     return fastest
 
 
@@ -253,19 +265,19 @@ def share_row(
     repeats: int,
     fastest: tuple[int, dict[str, tuple[str, float]]],
 ) -> Row:
+    """The row of one pattern. fastest: the length at which dense attention was timed, and its times by stage."""
     measured_gate = [gate_squares(sizes, pattern, device=settings.device)]
     passed = gate(sizes, pattern, measured_gate, device=settings.device)
-    measured = timed(settings.device, lambda: attend(inputs, pattern, None), inputs, dout, repeats)
-    profile = profiled(
-        settings.device,
-        lambda: torch.autograd.grad(attend(inputs, pattern, None), inputs, dout),
-    )
+    call = partial(attend, inputs, pattern, None)
+    measured = timed(settings.device, call, inputs, dout, repeats)
+    profile = profiled(settings.device, lambda: torch.autograd.grad(call(), inputs, dout))
     dense_len, of_stages = fastest
     dense_pattern = DilatedPattern((dense_len,), (1,), is_causal=pattern.is_causal)
-    allowed = pairs(pattern, sizes.seq_len, sizes.num_heads) / pairs(
-        dense_pattern, dense_len, sizes.num_heads
-    )
-    shares, words = {}, []
+    our_pairs = pairs(pattern, sizes.seq_len, sizes.num_heads)
+    dense_pairs = pairs(dense_pattern, dense_len, sizes.num_heads)
+    allowed = our_pairs / dense_pairs
+    shares = {}
+    words = []
     for stage in PRODUCTS:
         name, seconds = of_stages[stage]
         ours = median_of(measured, stage)
@@ -305,12 +317,15 @@ def small(worker: Worker, settings: Settings) -> None:
             calls[f"{len(pattern.dilation_rates)} branches"] = partial(
                 attend, inputs, pattern, None
             )
-        found = {name: small_call(settings, call, inputs, dout) for name, call in calls.items()}
-        words = [
-            f"{name} {of_call['seconds'] * 1e3:.3g} ms (host {of_call['host_seconds'] * 1e3:.3g}), "
-            f"{of_call['launches']} launches"
-            for name, of_call in found.items()
-        ]
+        found = {}
+        words = []
+        for name, call in calls.items():
+            of_call = small_call(settings, call, inputs, dout)
+            found[name] = of_call
+            device_ms = 1e3 * of_call["seconds"]
+            host_ms = 1e3 * of_call["host_seconds"]
+            launches = of_call["launches"]
+            words.append(f"{name} {device_ms:.3g} ms (host {host_ms:.3g}), {launches} launches")
         worker.report(
             {
                 "what": f"{seq_len:,} positions",
@@ -324,6 +339,7 @@ def small(worker: Worker, settings: Settings) -> None:
 def small_call(
     settings: Settings, call: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor
 ) -> dict[str, float]:
+    """The seconds of a forward and backward on the device and on the host, and the kernels that it launches."""
     found = timed(settings.device, call, inputs, dout, 30)
     profile = profiled(settings.device, lambda: torch.autograd.grad(call(), inputs, dout))
     return {
@@ -348,12 +364,13 @@ def memory(worker: Worker, settings: Settings) -> None:
     release(settings.device)
     peak = peak_bytes(settings.device, call)
     tensor = sizes.seq_len * sizes.num_heads * sizes.head_dim * sizes.dtype.itemsize
+    eight = 8 * tensor  # query, key, value, out and their gradients
     worker.report(
         {
             "what": f"{sizes.seq_len:,} positions, {sizes.num_heads} heads of {sizes.head_dim}",
             "passed": peak <= settings.memory_bytes,
             "found": f"{peak / 1e9:.3g} GB of at most {settings.memory_bytes / 1e9:g}; "
-            f"{peak / (8 * tensor):.2f} times query, key, value, out and their gradients",
+            f"{peak / eight:.2f} times query, key, value, out and their gradients",
             "peak_bytes": peak,
         }
     )

@@ -17,17 +17,20 @@ NAME = "multi_gpu"
 
 
 def parts(settings: Settings) -> list[Part]:
+    """The parts in the order in which they run, each with its limit in seconds."""
     has_mesh = settings.num_ranks >= 4 and settings.num_ranks % 2 == 0
     ways = [way for way in settings.ways if way != "2-D mesh" or has_mesh]
     made = [Part("there", 30, there)]
     for way in ways:
-        made.append(Part(f"right, {way}", 60 if way == "ring" else 30, partial(right, way=way)))
+        limit = 60 if way == "ring" else 30
+        made.append(Part(f"right, {way}", limit, partial(right, way=way)))
     for told_by in TOLD_BY:
         made.append(Part(f"right, LongNetLM, {told_by}", 33, partial(model, told_by=told_by)))
     made.append(Part("network", 50, network))
     for way in ways:
         if way in ("ring", "all_gather"):
             made.append(Part(f"speed, {way}", 60, partial(speed, way=way)))
+    # What leaves cards in an unknown state comes last.
     for kind, seconds in settings.faults:
         made.append(Part(f"fault, {kind}", seconds, partial(fault, kind=kind)))
     return made
@@ -41,7 +44,9 @@ def main(words: Sequence[str]) -> int:
     if num_gpus < 2:
         why_not = f"needs two CUDA GPUs or more, and torch sees {num_gpus}."
     folder = folder_of(NAME, arguments, why_not)
-    settings = QUICK if arguments.quick else Settings(num_gpus)
+    settings = Settings(num_gpus)
+    if arguments.quick:
+        settings = QUICK
     rows = run_parts(NAME, parts(settings), settings, folder, is_quick=arguments.quick)
     status = print_rows(rows)
     if folder is not None:

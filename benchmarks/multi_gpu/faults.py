@@ -27,14 +27,18 @@ class StruckError(Exception):
 
 
 def fault(settings: Settings, seconds: float, kind: str) -> list[Row]:
-    """Let the last rank fail in the middle of a hop. Returns a row with the errors of the others, and their seconds."""
+    """Let the last rank fail in the middle of a hop. Returns a row with the errors of the others, and their seconds.
+
+    kind: how it fails, of KILLED, KILLED_WAITING and RAISES.
+    """
     reports: dict[tuple[int, str], Any] = {}
 
     def on_report(rank: int, report: tuple[str, Any]) -> None:
         name, value = report
         reports[rank, name] = value
 
-    failures, last = "", settings.num_ranks - 1
+    failures = ""
+    last = settings.num_ranks - 1
     with TemporaryDirectory() as folder:
         try:
             settings.run_ranks(seconds, _fault, kind, Path(folder), on_report=on_report)
@@ -44,11 +48,15 @@ def fault(settings: Settings, seconds: float, kind: str) -> list[Row]:
     struck = reports.get((last, "struck"))
     if struck is None:
         raise RuntimeError(f"rank {last} never came to the place where it was to fail: {failures}")
-    lines = [line for line in failures.splitlines() if line.startswith("rank ") and ": " in line]
-    failure_of = dict(line.split(": ", 1) for line in lines)
+    failure_of = {}
+    for line in failures.splitlines():
+        if line.startswith("rank ") and ": " in line:
+            name, failure = line.split(": ", 1)
+            failure_of[name] = failure
     others = []
     for rank in range(last):
-        without_error = ("no error", failure_of.get(f"rank {rank}", "it went on"), ended)
+        failure = failure_of.get(f"rank {rank}", "it went on")
+        without_error = ("no error", failure, ended)
         error, message, when = reports.get((rank, "error"), without_error)
         other = {
             "rank": rank,
@@ -59,12 +67,14 @@ def fault(settings: Settings, seconds: float, kind: str) -> list[Row]:
             "device_seconds": reports.get((rank, "device")),
         }
         others.append(other)
+    words = []
+    for other in others:
+        word = "rank {rank}: {error} after {seconds:.1f} s: {message}".format_map(other)
+        words.append(word)
     row = {
         "what": f"rank {last} {kind}",
         "passed": all(is_told(settings, kind, other) for other in others),
-        "found": "; ".join(
-            "rank {rank}: {error} after {seconds:.1f} s: {message}".format_map(x) for x in others
-        ),
+        "found": "; ".join(words),
         "others": others,
         "failures": failures[-4000:],
     }
@@ -76,18 +86,22 @@ def is_told(settings: Settings, kind: str, other: Row) -> bool:
 
     A rank that waits for its device cannot be told. For this kind of fault it is enough that the wait ended.
     """
-    if kind == KILLED_WAITING:  # NCCL's watchdog ends the messages on the device, or the process
-        return other["device_seconds"] is not None or other["message"] == "died without a word"
+    has_idle_device = other["device_seconds"] is not None
+    if kind == KILLED_WAITING:
+        # NCCL's watchdog ends the messages on the device, or the process.
+        return has_idle_device or other["message"] == "died without a word"
     is_in_time = other["seconds"] <= settings.timeout + SLACK_SECONDS
-    return (
-        other["error"] == ExchangeError.__name__
-        and other["device_seconds"] is not None
-        and is_in_time
-    )
+    is_named = other["error"] == ExchangeError.__name__
+    return is_named and has_idle_device and is_in_time
 
 
 def _fault(worker: Worker, settings: Settings, kind: str, folder: Path) -> None:
-    device, num_ranks = settings.device(worker.rank), worker.world_size
+    """On one rank: three forwards and backwards. In the second of them the last rank fails.
+
+    Reports this rank's error, with the time at which it came, and then the seconds until its device was idle.
+    """
+    device = settings.device(worker.rank)
+    num_ranks = worker.world_size
     waited_for = device if kind == KILLED_WAITING else "cpu"
     parallel = ContextParallel(exchange="ring", timeout=timedelta(seconds=settings.timeout))
     x = torch.ones(1, settings.fault_rows, 16, 64, device=device, requires_grad=True)
@@ -113,6 +127,7 @@ def _fault(worker: Worker, settings: Settings, kind: str, folder: Path) -> None:
 
 
 def _strike_in_a_hop(kind: str, report: Callable[[Any], None]) -> None:
+    """Let this process fail as soon as it has posted the messages of a forward's first hop."""
     post = GroupLink._post
 
     def failing(link: GroupLink, messages: Any, moment: str) -> Any:

@@ -1,4 +1,8 @@
-"""How fast messages travel between the cards, and whether all of them arrive."""
+"""How fast messages travel between the cards, and whether all of them arrive.
+
+Two neighbours alone have the whole rate of their link. If all neighbours send at once, as in a hop of the ring, they
+may share a switch. Messages of all pairs at once are those of an all-to-all.
+"""
 
 from collections.abc import Iterable
 
@@ -13,7 +17,11 @@ from ..parts import Row
 from .settings import Settings
 
 SMALL_BYTES = 256
-SMALL, HANDSHAKE, PAIRS = "small", "handshake", "all pairs at once"
+
+# The exchanges that are not told by the ranks which take part.
+SMALL = "small"
+HANDSHAKE = "handshake"
+PAIRS = "all pairs at once"
 
 
 def network(settings: Settings, seconds: float) -> list[Row]:
@@ -23,11 +31,17 @@ def network(settings: Settings, seconds: float) -> list[Row]:
     slowest = {}
     for name in ranks[0][0]:
         slowest[name] = max(times[name] for times, _ in ranks)
-    small, handshake = slowest.pop(SMALL), slowest.pop(HANDSHAKE)
-    said = f"{SMALL_BYTES} bytes take {1e6 * small:.0f} us to a neighbour, a handshake takes {1e6 * handshake:.0f} us"
-    rows: list[Row] = [
-        {"what": "latency", "passed": None, "found": said, "small": small, "handshake": handshake}
-    ]
+    small = slowest.pop(SMALL)
+    handshake = slowest.pop(HANDSHAKE)
+    latency: Row = {
+        "what": "latency",
+        "passed": None,
+        "found": f"{SMALL_BYTES} bytes take {1e6 * small:.0f} us to a neighbour, "
+        f"a handshake takes {1e6 * handshake:.0f} us",
+        "small": small,
+        "handshake": handshake,
+    }
+    rows = [latency]
     for name, of_swap in slowest.items():
         num_peers = settings.num_ranks - 1 if name == PAIRS else 1
         rate = num_peers * settings.message_bytes / of_swap
@@ -52,6 +66,8 @@ def _network(worker: Worker, settings: Settings) -> tuple[dict[str, float], bool
     comes = [torch.full_like(leaves, 255) for _ in range(num_ranks)]
 
     def swap(to: Iterable[int], sources: Iterable[int], num_bytes: int | None = None) -> float:
+        """The seconds of one exchange. num_bytes: of each message (default: all)."""
+
         def action() -> None:
             sends = [(leaves[:num_bytes], rank) for rank in to]
             receives = [(comes[rank][:num_bytes], rank) for rank in sources]
@@ -68,10 +84,16 @@ def _network(worker: Worker, settings: Settings) -> tuple[dict[str, float], bool
     }
     num_pairs = num_ranks if num_ranks > 2 else 1
     for rank in range(num_pairs):
-        pair = {rank, (rank + 1) % num_ranks}
-        peers = pair - {link.rank} if link.rank in pair else set()
-        times[f"ranks {rank} and {(rank + 1) % num_ranks} alone"] = swap(peers, peers)
+        neighbour = (rank + 1) % num_ranks
+        peers: list[int] = []
+        if link.rank == rank:
+            peers = [neighbour]
+        elif link.rank == neighbour:
+            peers = [rank]
+        times[f"ranks {rank} and {neighbour} alone"] = swap(peers, peers)
     times["all neighbours at once"] = swap(following, before)
     times[PAIRS] = swap(others, others)
-    has_arrived = all(bool((comes[rank] == rank).all()) for rank in others)
+    has_arrived = True
+    for rank in others:
+        has_arrived &= bool((comes[rank] == rank).all())
     return times, has_arrived

@@ -21,12 +21,17 @@ from .settings import Settings
 
 
 def there(settings: Settings, seconds: float) -> list[Row]:
+    """Let all ranks add up a number. Returns a row that describes the cards, and how they are connected."""
     cards = settings.run_ranks(seconds, _there)
     links = "nvidia-smi did not answer"
     with suppress(OSError, subprocess.SubprocessError):
-        links = subprocess.run(
-            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=9
-        ).stdout
+        topology = subprocess.run(
+            ["nvidia-smi", "topo", "-m"],
+            capture_output=True,
+            text=True,
+            timeout=9,
+        )
+        links = topology.stdout
     variables = {}
     for name, value in os.environ.items():
         if "NCCL" in name or name.startswith("CUDA_"):
@@ -43,6 +48,7 @@ def there(settings: Settings, seconds: float) -> list[Row]:
 
 
 def _there(worker: Worker, settings: Settings) -> Row:
+    """On one rank: its card, the sum over all ranks, and the cards whose memory this card can read."""
     total = torch.ones(1, device=settings.device(worker.rank))
     dist.all_reduce(total)
     if not settings.has_gpus:
@@ -67,7 +73,8 @@ def right(settings: Settings, seconds: float, way: str) -> list[Row]:
     ranks = settings.run_ranks(seconds, _right, way)
     rows = []
     for i, dtype in enumerate(settings.dtypes):
-        result = worst(cases(settings), dtype, [rank[i] for rank in ranks], settings.device_type)
+        of_dtype = [rank[i] for rank in ranks]
+        result = worst(cases(settings), dtype, of_dtype, settings.device_type)
         row = {
             "what": str(dtype).removeprefix("torch."),
             "passed": result.passed,
@@ -88,12 +95,13 @@ def cases(settings: Settings) -> list[Case]:
     causal = DilatedPattern((n // 8, n), (1, 4), is_causal=True)
     dense = DilatedPattern((n,), (1,), is_causal=True)
     blocked = DilatedPattern((n // 3, n), (2, 3), phase="blocked")
+    documents = (0, 1, n // 3, n)
     once = [
         Case("causal, zigzag", causal, *sizes, sharding="zigzag"),
         Case("dense causal, zigzag", dense, *sizes, sharding="zigzag"),
         Case("causal, contiguous", causal, *sizes),
         Case("blocked, not causal", blocked, *sizes),
-        Case("packed documents", causal, *sizes, documents=(0, 1, n // 3, n)),
+        Case("packed documents", causal, *sizes, documents=documents),
     ]
     return 2 * once
 
@@ -103,8 +111,12 @@ def _right(worker: Worker, settings: Settings, way: str) -> list[list[Squares]]:
     group = None
     exchange = way
     if way == "2-D mesh":
-        shape = (worker.world_size // 2, 2)
-        group = init_device_mesh(settings.device_type, shape, mesh_dim_names=("ring", "heads"))
+        # two neighbours share the heads, and the pairs are a ring
+        group = init_device_mesh(
+            settings.device_type,
+            (worker.world_size // 2, 2),
+            mesh_dim_names=("ring", "heads"),
+        )
         exchange = "ring"
     contexts = {}
     for sharding in ("contiguous", "zigzag"):
@@ -112,12 +124,11 @@ def _right(worker: Worker, settings: Settings, way: str) -> list[list[Squares]]:
     device = settings.device(worker.rank)
     of_dtypes = []
     for dtype in settings.dtypes:
-        of_dtypes.append(
-            [
-                measure(case, dtype, "auto", device, contexts[case.sharding])
-                for case in cases(settings)
-            ]
-        )
+        of_cases = []
+        for case in cases(settings):
+            parallel = contexts[case.sharding]
+            of_cases.append(measure(case, dtype, "auto", device, parallel))
+        of_dtypes.append(of_cases)
     return of_dtypes
 
 
@@ -139,13 +150,19 @@ def model(settings: Settings, seconds: float, told_by: str) -> list[Row]:
             "found": f"error {of_all_ranks:.1e} of at most {allowed:.1e}",
         }
         rows.append(row)
-    return [*rows, contexts(settings, [cards for _, cards in ranks])]
+    cards = [of_rank for _, of_rank in ranks]
+    rows.append(contexts(settings, cards))
+    return rows
 
 
 def contexts(settings: Settings, cards: list[list[int]]) -> Row:
     """Whether each rank has a CUDA context on its own card alone. cards: where each rank has one."""
-    expected = [[rank] if settings.has_gpus else [] for rank in range(settings.num_ranks)]
-    found = "; ".join(f"rank {rank}: {of_rank}" for rank, of_rank in enumerate(cards))
+    expected: list[list[int]] = []
+    words = []
+    for rank, of_rank in enumerate(cards):
+        expected.append([rank] if settings.has_gpus else [])
+        words.append(f"rank {rank}: {of_rank}")
+    found = "; ".join(words)
     return {
         "what": "contexts on cards",
         "passed": cards == expected,
@@ -165,10 +182,10 @@ def _model(worker: Worker, settings: Settings) -> tuple[dict[str, tuple[float, f
     exact = _model_step(settings, "cpu", torch.float64)
     errors = {}
     for i, name in enumerate(("loss", "gradients")):
-        of_one, of_all = (
-            float((step[i] - exact[i]).norm() / exact[i].norm()) for step in (one_rank, all_ranks)
-        )
-        errors[name] = (of_one, of_all)
+        size = exact[i].norm()
+        of_one = (one_rank[i] - exact[i]).norm() / size
+        of_all = (all_ranks[i] - exact[i]).norm() / size
+        errors[name] = (float(of_one), float(of_all))
     # torch without CUDA has no such function.
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     cards = []
@@ -184,8 +201,14 @@ def _model_step(
     """The loss and all gradients of a step, computed on `device` in `dtype`, and returned in float64 on the CPU."""
     n = settings.seq_len
     num_heads = 2 * settings.num_ranks
-    config = LongNetConfig((n // 8, n), (1, 4), embed_dim=16 * num_heads, num_heads=num_heads)
-    tokens = torch.randint(256, (1, n), generator=torch.Generator().manual_seed(0))
+    config = LongNetConfig(
+        (n // 8, n),
+        (1, 4),
+        embed_dim=16 * num_heads,
+        num_heads=num_heads,
+    )
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(256, (1, n), generator=generator)
     torch.manual_seed(0)
     longnet = LongNetLM(config, parallel=parallel).to(device, dtype)
     batch = {"tokens": tokens}
@@ -193,7 +216,12 @@ def _model_step(
         batch = parallel.shard_batch(batch if parallel.rank == 0 else None, source=0)
     loss = longnet.loss(batch["tokens"].to(device))
     loss.backward()
-    gradient = torch.cat([x.grad.flatten() for x in longnet.parameters() if x.grad is not None])
-    if parallel is not None:  # average the gradients over the ranks, as DDP and FSDP2 do
+    gradients = []
+    for parameter in longnet.parameters():
+        if parameter.grad is not None:
+            gradients.append(parameter.grad.flatten())
+    gradient = torch.cat(gradients)
+    if parallel is not None:
+        # average the gradients over the ranks, as DDP and FSDP2 do
         gradient = all_reduce(parallel.ranks, gradient) / parallel.world_size
     return loss.detach().cpu().double(), gradient.cpu().double()

@@ -20,6 +20,8 @@ TOLD_BY = ("device_id", "set_device", "LOCAL_RANK")
 
 
 class Settings(NamedTuple):
+    """What a run measures, and with which sizes."""
+
     num_ranks: int
     has_gpus: bool = True
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # timed calls take the last
@@ -48,6 +50,7 @@ class Settings(NamedTuple):
         return "cuda" if self.has_gpus else "cpu"
 
     def device(self, rank: int) -> str:
+        """The device of a rank's tensors."""
         return f"cuda:{rank}" if self.has_gpus else "cpu"
 
     @property

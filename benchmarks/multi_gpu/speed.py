@@ -20,8 +20,11 @@ from ..measure import attend, flops_of
 from ..parts import Row
 from .settings import Settings
 
-ALL, WHOLE = "all ranks", "one rank, whole length"
-SHARE, APART = "one rank, its share of the length", "apart"
+# The setups that are timed.
+ALL = "all ranks"
+WHOLE = "one rank, whole length"
+SHARE = "one rank, its share of the length"
+APART = "apart"  # on each rank the whole length, for its share of the heads
 QUANTITIES = ("out", "dq", "dk", "dv")
 
 
@@ -30,7 +33,10 @@ def patterns(settings: Settings) -> dict[str, tuple[DilatedPattern, str]]:
     n = settings.sizes.seq_len
     dense = DilatedPattern((n,), (1,), is_causal=True)
     dilated = DilatedPattern((settings.length // 4, n), (1, 8))
-    return {"dense causal": (dense, "zigzag"), "dilated": (dilated, "contiguous")}
+    return {
+        "dense causal": (dense, "zigzag"),
+        "dilated": (dilated, "contiguous"),
+    }
 
 
 def speed(settings: Settings, seconds: float, way: str) -> list[Row]:
@@ -38,41 +44,47 @@ def speed(settings: Settings, seconds: float, way: str) -> list[Row]:
 
     The ceiling is the speed of ranks that exchange nothing. Each then computes the whole length for its share of the
     heads.
+
+    way: the exchange. Returns a row for each pattern.
     """
     ranks = settings.run_ranks(seconds, _speed, way)
     rows = []
     for name, (pattern, _) in patterns(settings).items():
-        rows.append(_row(settings, name, pattern, [rank[name] for rank in ranks]))
+        of_pattern = [rank[name] for rank in ranks]
+        rows.append(_row(settings, name, pattern, of_pattern))
     return rows
 
 
 def _row(settings: Settings, name: str, pattern: DilatedPattern, ranks: list[Row]) -> Row:
+    """A pattern's row. ranks: the results of all ranks, of which the slowest counts."""
     num_ranks = settings.num_ranks
-    allowed = tolerances(
-        small_case(settings.sizes, pattern), settings.sizes.dtype, settings.device_type
-    )
+    case = small_case(settings.sizes, pattern)
+    allowed = tolerances(case, settings.sizes.dtype, settings.device_type)
     wrong = []
     for rank in ranks:
-        wrong += [
-            quantity
-            for quantity, error in rank["errors"].items()
-            if not error <= 2 * allowed[quantity]
-        ]
+        for quantity, error in rank["errors"].items():
+            # NaN is not at most anything, so it is wrong too.
+            if not error <= 2 * allowed[quantity]:
+                wrong.append(quantity)
     slowest = {}
     for setup in (ALL, WHOLE, SHARE, APART):
         slowest[setup] = max(rank["seconds"][setup] for rank in ranks)
-    whole_rate = _flops(settings, pattern, settings.sizes.seq_len) / slowest[ALL] / num_ranks
-    share_rate = _flops(settings, pattern, settings.length) / slowest[SHARE]
+    # strong scaling: the length stays
+    same_length = slowest[WHOLE] / (num_ranks * slowest[ALL])
+    # weak scaling, in FLOP/s of a rank: the length grows with the ranks
+    whole_flops = _flops(settings, pattern, settings.sizes.seq_len)
+    whole_rate = whole_flops / slowest[ALL] / num_ranks
+    share_flops = _flops(settings, pattern, settings.length)
+    share_rate = share_flops / slowest[SHARE]
     shares = {
-        f"of {num_ranks} times one rank's speed at the same length": slowest[WHOLE]
-        / (num_ranks * slowest[ALL]),
+        f"of {num_ranks} times one rank's speed at the same length": same_length,
         f"at {num_ranks} times the length": whole_rate / share_rate,
         "of the ceiling": slowest[APART] / slowest[ALL],
         "of a step exposed": max(rank["exposed"] / rank["step"] for rank in ranks),
     }
-    said = ", ".join(
-        [f"{1e3 * slowest[ALL]:.3g} ms", *(f"{share:.0%} {text}" for text, share in shares.items())]
-    )
+    said = f"{1e3 * slowest[ALL]:.3g} ms"
+    for text, share in shares.items():
+        said += f", {share:.0%} {text}"
     if wrong:
         said = f"wrong at full size: {wrong}"
     return {
@@ -88,37 +100,50 @@ def _row(settings: Settings, name: str, pattern: DilatedPattern, ranks: list[Row
 def _flops(settings: Settings, pattern: DilatedPattern, seq_len: int) -> int:
     """The floating-point operations of a forward and backward of this length on one rank."""
     num_heads = settings.sizes.num_heads
-    sharded_call = ShardedCall(pattern, make_shards("contiguous", (seq_len,)), num_heads, num_heads)
-    return sum(flops_of(make_plan(sharded_call, 0), 1, settings.head_dim))
+    shards = make_shards("contiguous", (seq_len,))
+    sharded_call = ShardedCall(pattern, shards, num_heads, num_heads)
+    plan = make_plan(sharded_call, 0)
+    return sum(flops_of(plan, 1, settings.head_dim))
 
 
 def _step(x: Tensor, pattern: DilatedPattern, parallel: ContextParallel | None) -> list[Tensor]:
     """A forward and backward: out, dq, dk, dv. x: query, key, value and the gradient of out, stacked."""
     inputs = [x[i].requires_grad_() for i in range(3)]
+    dout = x[3]
     out = attend(inputs, pattern, parallel)
-    return [out.detach(), *torch.autograd.grad(out, inputs, x[3])]
+    gradients = torch.autograd.grad(out, inputs, dout)
+    return [out.detach(), *gradients]
+
+
+def _errors(found: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
+    """The relative error of each quantity of a step: the norm of the difference over that of what is expected."""
+    errors = {}
+    for quantity, x, y in zip(QUANTITIES, found, expected, strict=True):
+        exact = y.float()
+        difference = x.float() - exact
+        errors[quantity] = float(difference.norm() / exact.norm())
+    return errors
 
 
 def _speed(worker: Worker, settings: Settings, way: str) -> dict[str, Row]:
     """For each pattern this rank's errors, its seconds in each setup, and its exposed seconds (see `exposed`)."""
-    sizes, device = settings.sizes, settings.device(worker.rank)
+    sizes = settings.sizes
+    device = settings.device(worker.rank)
     of_patterns: dict[str, Row] = {}
     for name, (pattern, sharding) in patterns(settings).items():
         parallel = ContextParallel(exchange=way, sharding=sharding)
-        whole = torch.randn(
-            4, 1, sizes.seq_len, sizes.num_heads, sizes.head_dim, dtype=sizes.dtype, device=device
-        )
+        shape = (4, 1, sizes.seq_len, sizes.num_heads, sizes.head_dim)
+        whole = torch.randn(shape, dtype=sizes.dtype, device=device)
         # All ranks get the same query, key, value and gradient of out.
         dist.broadcast(whole, 0)
         positions = parallel.positions(sizes.seq_len).to(device)
         local = whole[:, :, positions].contiguous()
-        errors = {}
-        results = zip(_step(local, pattern, parallel), _step(whole, pattern, None), strict=True)
-        for quantity, (x, of_whole) in zip(QUANTITIES, results, strict=True):
-            exact = of_whole[:, positions].float()
-            errors[quantity] = float((x.float() - exact).norm() / exact.norm())
+        of_ranks = _step(local, pattern, parallel)
+        of_one = _step(whole, pattern, None)
+        expected = [x[:, positions] for x in of_one]
         share_of_length = whole[:, :, : settings.length].contiguous()
-        share_of_heads = whole[:, :, :, : sizes.num_heads // worker.world_size].contiguous()
+        heads_of_rank = sizes.num_heads // worker.world_size
+        share_of_heads = whole[:, :, :, :heads_of_rank].contiguous()
         calls: dict[str, Callable[[], object]] = {
             ALL: partial(_step, local, pattern, parallel),
             WHOLE: partial(_step, whole, pattern, None),
@@ -126,10 +151,13 @@ def _speed(worker: Worker, settings: Settings, way: str) -> dict[str, Row]:
             APART: partial(_step, share_of_heads, pattern, None),
         }
         if worker.rank > 0:
+            # Only rank 0 is timed alone.
             calls[WHOLE] = calls[SHARE] = lambda: None
-        seconds = {setup: timed(device, parallel, call) for setup, call in calls.items()}
+        seconds = {}
+        for setup, call in calls.items():
+            seconds[setup] = timed(device, parallel, call)
         of_patterns[name] = {
-            "errors": errors,
+            "errors": _errors(of_ranks, expected),
             "seconds": seconds,
             **exposed(device, parallel, calls[ALL]),
         }

@@ -67,8 +67,9 @@ def svg(name: str, draw: Callable[[], Drawn]) -> tuple[str, Drawn]:
 
     All ids in the SVG begin with `name`, so that those of two pictures differ.
     """
+    content = StringIO()
     with matplotlib.rc_context(STYLE):
-        drawn, content = draw(), StringIO()
+        drawn = draw()
         drawn.figure.savefig(
             content, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
         )
@@ -88,15 +89,18 @@ def svg(name: str, draw: Callable[[], Drawn]) -> tuple[str, Drawn]:
 def memory(rows: Rows) -> Drawn:
     """The largest peak memory of a rank against the number of ranks p. A line shows 1/p of one rank's peak."""
     figure, axes = _axes(3.4, "ranks p", "peak memory per rank, MB")
-    groups = [
-        list(group) for _, group in groupby(rows, lambda row: (branches(row), row["seq_len"]))
-    ]
+    groups = []
+    for _, of_call in groupby(rows, lambda row: (branches(row), row["seq_len"])):
+        groups.append(list(of_call))
+    dashes: dict[str, Any] = {
+        "linewidth": 0.8,
+        "linestyle": (0, (4, 3)),
+    }
     for group, colour, marker in zip(groups, SERIES, "osD^", strict=False):
-        p, peaks = (
-            [row["ranks"] for row in group],
-            [row["forward_backward_bytes"] / 1e6 for row in group],
-        )
-        axes.plot(p, [peaks[0] / k for k in p], color=colour, linewidth=0.8, linestyle=(0, (4, 3)))
+        p = [row["ranks"] for row in group]
+        peaks = [row["forward_backward_bytes"] / 1e6 for row in group]
+        shares = [peaks[0] / k for k in p]
+        axes.plot(p, shares, color=colour, **dashes)
         label = f"{branches(group[0])}, {group[0]['seq_len']:,} positions"
         axes.plot(
             p,
@@ -109,27 +113,23 @@ def memory(rows: Rows) -> Drawn:
             label=label,
         )
     _log_ticks(axes, sorted({row["ranks"] for row in rows}), [200, 500, 1000, 2000])
-    line = Line2D(
-        [], [], color=INK, linewidth=0.8, linestyle=(0, (4, 3)), label="1/p of one rank's peak"
-    )
-    _legend(figure, [*axes.get_legend_handles_labels()[0], line], 1)
-    most, times = (
-        groups[0][-1]["ranks"],
-        listed(f"{group[-1]['of_one_rank']:.2f}" for group in groups),
-    )
+    line = Line2D([], [], color=INK, label="1/p of one rank's peak", **dashes)
+    handles, _ = axes.get_legend_handles_labels()
+    _legend(figure, [*handles, line], 1)
+    most = groups[0][-1]["ranks"]
+    times = listed(f"{group[-1]['of_one_rank']:.2f}" for group in groups)
+    alternatives = []
+    for group in groups:
+        points = []
+        for row in group:
+            points.append(f"{row['forward_backward_bytes'] / 1e6:,.0f} MB on {row['ranks']}")
+        alternatives.append(f"{branches(group[0])}: {listed(points)} ranks.")
     return Drawn(
         figure,
         f"Peak memory of the rank that holds most, forward and backward, inputs included, {tensors(rows[0])}. On "
         f"{most} ranks the points are at {times} times their lines, in the order of the legend: where rows travel, "
         "chunks of other ranks take room beside the rank's own.",
-        " ".join(
-            f"{branches(group[0])}: "
-            + listed(
-                f"{row['forward_backward_bytes'] / 1e6:,.0f} MB on {row['ranks']}" for row in group
-            )
-            + " ranks."
-            for group in groups
-        ),
+        " ".join(alternatives),
     )
 
 
@@ -143,7 +143,9 @@ def time(rows: Rows) -> Drawn:
     ):
         found = [row[key] for row in rows]
         middle = [x["median"] for x in found]
-        spread = [[x["median"] - x["min"] for x in found], [x["max"] - x["median"] for x in found]]
+        below = [x["median"] - x["min"] for x in found]
+        above = [x["max"] - x["median"] for x in found]
+        # bars without a line between them
         style: dict[str, Any] = {
             "linestyle": "none",
             "marker": marker,
@@ -151,15 +153,17 @@ def time(rows: Rows) -> Drawn:
             "capsize": 2,
             "linewidth": 1,
         }
-        axes.errorbar(n, middle, spread, color=colour, label=label, **style)
-    exponent, ends = rows[0]["exponent"], (n[0], n[-1])
+        axes.errorbar(n, middle, [below, above], color=colour, label=label, **style)
+    # a line through the middle point, with the fitted slope
+    exponent = rows[0]["exponent"]
+    ends = (n[0], n[-1])
     centre = rows[len(rows) // 2]
     fitted = [centre["seconds"]["median"] * (x / centre["seq_len"]) ** exponent for x in ends]
-    axes.plot(
-        ends, fitted, color=SERIES[0], linewidth=0.8, label=f"n to the power of {exponent:.3f}"
-    )
+    label = f"n to the power of {exponent:.3f}"
+    axes.plot(ends, fitted, color=SERIES[0], linewidth=0.8, label=label)
     _log_ticks(axes, n, [0.5, 1, 2, 5, 10, 20])
-    _legend(figure, axes.get_legend_handles_labels()[0], 2)
+    handles, _ = axes.get_legend_handles_labels()
+    _legend(figure, handles, 2)
     first = rows[0]
     return Drawn(
         figure,
@@ -179,8 +183,10 @@ def peers(rows: Rows) -> Drawn:
     axes = figure.add_subplot(xlabel="CPU seconds, theirs over ours", xscale="log")
     axes.axvline(1, color=INK, linewidth=0.8)
     for y, row in enumerate(timed):
-        ratio, is_wrong = row["ratio"], _wrong(row)
-        colour, marker = (SERIES[1], "X") if is_wrong else (SERIES[0], "o")
+        ratio = row["ratio"]
+        colour, marker = SERIES[0], "o"
+        if _wrong(row):
+            colour, marker = SERIES[1], "X"
         axes.plot([ratio["min"], ratio["max"]], [y, y], color=colour, linewidth=1)
         axes.plot(ratio["median"], y, color=colour, marker=marker, markersize=5)
     axes.set(
@@ -196,13 +202,15 @@ def peers(rows: Rows) -> Drawn:
         ("o", SERIES[0], "wrong for no input that was tried"),
         ("X", SERIES[1], "wrong for some input, without a word"),
     )
-    _legend(
-        figure,
-        [Line2D([], [], ls="none", marker=m, color=c, label=label) for m, c, label in kinds],
-        1,
-    )
+    handles = []
+    for marker, colour, label in kinds:
+        handle = Line2D([], [], linestyle="none", marker=marker, color=colour, label=label)
+        handles.append(handle)
+    _legend(figure, handles, 1)
     left_out = sum("ratio" not in row for row in rows)
-    reasons = f", also why {left_out} could not be measured" if left_out else ""
+    reasons = ""
+    if left_out:
+        reasons = f", also why {left_out} could not be measured"
     return Drawn(
         figure,
         "CPU seconds of other implementations over those of this library, by turns in the same processes; lines go "
@@ -213,9 +221,11 @@ def peers(rows: Rows) -> Drawn:
 
 
 def _ratio_text(row: Mapping[str, Any]) -> str:
+    """A peer's row in words, for the alternative text."""
     text = f"{row['peer']}: {row['ratio']['median']:.2f} times"
-    if _wrong(row):
-        text += f", wrong for {', '.join(_wrong(row))}"
+    wrong = _wrong(row)
+    if wrong:
+        text += f", wrong for {', '.join(wrong)}"
     return f"{text}."
 
 
@@ -227,8 +237,12 @@ def _wrong(row: Mapping[str, Any]) -> list[str]:
 def text(rows: Rows) -> Drawn:
     """Held-out bits per byte of a language model against the CPU seconds of its training."""
     length = rows[0]["settings"]["seq_len"]
-    names = ["dense" if list(row["segment_lengths"]) == [length] else branches(row) for row in rows]
-    found = [(name, row["curve"]) for name, row in zip(names, rows, strict=True)]
+    found = []
+    for row in rows:
+        name = branches(row)
+        if list(row["segment_lengths"]) == [length]:
+            name = "dense"
+        found.append((name, row["curve"]))
     return Drawn(
         _curves({f"{length:,} bytes of context": found}, 3, "held-out bits per byte"),
         "Held-out bits per byte of Python's standard library against the processor's seconds of training, by pattern; "
@@ -245,44 +259,50 @@ def _curves(
     Lines of the same name have the same colour. Dense attention has the colour of text.
     """
     figure = _figure(2.2 * len(panels) + 0.9)
-    names = list(dict.fromkeys(["dense", *(n for p in panels.values() for n, _ in p)]))
-    looks: list[tuple[str, Any]] = [
-        (colour, dashes) for dashes in ("-", (0, (4, 2))) for colour in (INK, *SERIES)
-    ]
-    style, line = (
-        dict(zip(names, looks, strict=False)),
-        {"linewidth": 1, "marker": ".", "markersize": 2.5},
-    )
-    for axes, (title, lines) in zip(
-        figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True
-    ):
+    names = ["dense"]
+    for lines in panels.values():
+        for name, _ in lines:
+            if name not in names:
+                names.append(name)
+    looks: list[tuple[str, Any]] = []
+    for dashes in ("-", (0, (4, 2))):
+        for colour in (INK, *SERIES):
+            looks.append((colour, dashes))
+    style = dict(zip(names, looks, strict=False))
+    line = {
+        "linewidth": 1,
+        "marker": ".",
+        "markersize": 2.5,
+    }
+    all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
         for name, curve in lines:
             colour, dashes = style[name]
-            axes.plot(
-                [p[1] for p in curve],
-                [p[column] for p in curve],
-                color=colour,
-                linestyle=dashes,
-                **line,
-            )
+            x = [point[1] for point in curve]
+            y = [point[column] for point in curve]
+            axes.plot(x, y, color=colour, linestyle=dashes, **line)
         axes.set_title(title, loc="left")
         axes.set(ylabel=label)
         axes.grid()
     axes.set(xlabel="CPU seconds of training")
-    _legend(
-        figure, [Line2D([], [], color=c, linestyle=d, label=n) for n, (c, d) in style.items()], 2
-    )
+    handles = []
+    for name, (colour, dashes) in style.items():
+        handles.append(Line2D([], [], color=colour, linestyle=dashes, label=name))
+    _legend(figure, handles, 2)
     return figure
 
 
 def _ends(
     groups: Mapping[int, Sequence[tuple[str, Sequence[Sequence[float]]]]], column: int, of: str
 ) -> str:
-    return " ".join(
-        f"{name} at {n:,}: {curve[-1][column]:.2f} {of} after {curve[-1][1]:.0f} seconds."
-        for n, lines in groups.items()
-        for name, curve in lines
-    )
+    """The last point of each curve in words, for the alternative text. of: the unit of the column."""
+    sentences = []
+    for n, lines in groups.items():
+        for name, curve in lines:
+            value = curve[-1][column]
+            seconds = curve[-1][1]
+            sentences.append(f"{name} at {n:,}: {value:.2f} {of} after {seconds:.0f} seconds.")
+    return " ".join(sentences)
 
 
 def _figure(height: float) -> Figure:
@@ -316,5 +336,8 @@ def _legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
 
 
 def listed(words: Iterable[str]) -> str:
+    """Words as in a sentence: "1, 2 and 3"."""
     *others, last = words
-    return f"{', '.join(others)} and {last}" if others else last
+    if not others:
+        return last
+    return f"{', '.join(others)} and {last}"

@@ -31,9 +31,9 @@ def write_reports(path: Path, folder: Path) -> Path:
         )
     records = {name: read_record(folder / f"{name}.json") for name in NEEDED}
     values = said(records) | cells(records["reports"]["rows"])
-    peers = (
-        ", and [others](../benchmarks/README.md#peers)" if (folder / "peers.json").exists() else ""
-    )
+    peers = ""
+    if (folder / "peers.json").exists():
+        peers = ", and [others](../benchmarks/README.md#peers)"
     page = render(TEMPLATE.name, head=HEAD, table=table, peers=peers, **values)
     write_whole(path, page.encode(), is_reports, MAKER)
     return path
@@ -45,6 +45,7 @@ def is_reports(file: BinaryIO) -> bool:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in markdown. The template gives lists."""
     return markdown(tuple(headers), [tuple(row) for row in rows])
 
 
@@ -53,18 +54,21 @@ def cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found = {(row["heads"], row["seq_len"], row["ranks"]): row for row in rows}
 
     def ms(n: int, p: int, heads: str = "split") -> str:
+        """Milliseconds of a forward, and of forward and backward."""
         row = found[heads, n, p]
-        return " / ".join(
-            f"{1e3 * row[key]['median']:,.0f}" for key in ("forward_seconds", "seconds")
-        )
+        forward = 1e3 * row["forward_seconds"]["median"]
+        both = 1e3 * row["seconds"]["median"]
+        return f"{forward:,.0f} / {both:,.0f}"
 
     def size(n: int, p: int, heads: str = "split", unit: float = 1e6, places: int = 1) -> str:
+        """The peak memory of a forward, and of forward and backward. unit: in bytes."""
         row = found[heads, n, p]
-        return " / ".join(
-            f"{row[key] / unit:,.{places}f}" for key in ("forward_bytes", "forward_backward_bytes")
-        )
+        forward = row["forward_bytes"] / unit
+        both = row["forward_backward_bytes"] / unit
+        return f"{forward:,.{places}f} / {both:,.{places}f}"
 
     def ours(heads: str) -> str:
+        """The table of all lengths. heads: "split" has one branch for each head, and "all" has every branch."""
         headers = (
             "positions",
             "1 rank, ms",
@@ -78,18 +82,28 @@ def cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         lines = []
         for n in sorted({row["seq_len"] for row in rows}):
             speed_up = found[heads, n, 2]["speed_up"]
-            gained = [f"{speed_up[key]:.2f}" for key in ("median", "min", "max")]
-            memory = [size(n, p, heads) for p in (1, 2)]
-            lines.append((f"{n:,}", ms(n, 1, heads), ms(n, 2, heads), *gained, *memory))
+            line = (
+                f"{n:,}",
+                ms(n, 1, heads),
+                ms(n, 2, heads),
+                f"{speed_up['median']:.2f}",
+                f"{speed_up['min']:.2f}",
+                f"{speed_up['max']:.2f}",
+                size(n, 1, heads),
+                size(n, 2, heads),
+            )
+            lines.append(line)
         return f"Heads: {heads}.\n\n{markdown(headers, lines)}"
 
     two = [row for row in rows if row["ranks"] == 2]
+    # of calls that send messages, and of those that send none
+    lengths: dict[bool, list[int]] = {True: [], False: []}
     shares: dict[bool, list[float]] = {True: [], False: []}
     for row in two:
         alone = found[row["heads"], row["seq_len"], 1]
-        shares[row["sent_bytes"] > 0].append(
-            row["forward_backward_bytes"] / alone["forward_backward_bytes"]
-        )
+        sends = row["sent_bytes"] > 0
+        lengths[sends].append(row["seq_len"])
+        shares[sends].append(row["forward_backward_bytes"] / alone["forward_backward_bytes"])
     return {
         "ms": ms,
         "mb": size,
@@ -98,14 +112,16 @@ def cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "half_at_home": _span(shares[False], "{:.3f}"),
         "half_travelling": _span(shares[True], "{:.3f}"),
         "repeats": two[0]["seconds"]["repeats"],
-        "no_message": f"{min(row['seq_len'] for row in two if not row['sent_bytes']):,}",
-        "messages": f"{max(row['seq_len'] for row in two if row['sent_bytes']):,}",
+        "no_message": f"{min(lengths[False]):,}",
+        "messages": f"{max(lengths[True]):,}",
     }
 
 
 def said(records: Mapping[str, Record]) -> dict[str, Any]:
     """The numbers that the template has within sentences, as text."""
-    rows = {name: record["rows"] for name, record in records.items()}
+    rows = {}
+    for name, record in records.items():
+        rows[name] = record["rows"]
     eight = [row for row in rows["ranks"] if row["ranks"] == 8]
     million = rows["million"][0]
     return {
@@ -123,9 +139,12 @@ def said(records: Mapping[str, Record]) -> dict[str, Any]:
 
 
 def _percent(shares: Sequence[float]) -> str:
-    return f"{_span([100 * share for share in shares], '{:.1f}')} %"
+    percents = [100 * share for share in shares]
+    return f"{_span(percents, '{:.1f}')} %"
 
 
 def _span(values: Sequence[float], form: str) -> str:
-    least, most = form.format(min(values)), form.format(max(values))
+    """The least and the largest value as text, or one of them if both read alike."""
+    least = form.format(min(values))
+    most = form.format(max(values))
     return least if least == most else f"{least} to {most}"

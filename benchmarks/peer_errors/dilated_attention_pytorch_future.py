@@ -8,17 +8,27 @@ from types import SimpleNamespace as Module
 
 import torch
 
-sdpa = torch.nn.functional.scaled_dot_product_attention
-attention = lambda query, key, value, op, attn_bias: sdpa(  # noqa: E731
-    *(x.transpose(1, 2) for x in (query, key, value)), is_causal=attn_bias is not None
-).transpose(1, 2)
-ops = Module(AttentionOp=None, LowerTriangularMask=object, memory_efficient_attention=attention)
+
+def attention(query, key, value, op, attn_bias):
+    is_causal = attn_bias is not None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    return out.transpose(1, 2)
+
+
+ops = Module(
+    AttentionOp=None,
+    LowerTriangularMask=object,
+    memory_efficient_attention=attention,
+)
 sys.modules |= {"xformers": Module(ops=ops), "xformers.ops": ops}
 from dilated_attention_pytorch.dilated_attention import DilatedAttention  # noqa: E402
 
-q, k, v = torch.rand(3, 1, 64, 2, 16, generator=torch.Generator().manual_seed(0))
+generator = torch.Generator().manual_seed(0)
+q, k, v = torch.rand(3, 1, 64, 2, 16, generator=generator)
 attend = DilatedAttention([16, 64], [1, 4])
 before = attend(q, k, v, is_causal=True)[:, 0]
 v[:, -1] += 1
 change = attend(q, k, v, is_causal=True)[:, 0] - before
-print(f"the first output moved by {change.norm() / before.norm():.1e} of itself, should be 0")
+moved = change.norm() / before.norm()
+print(f"the first output moved by {moved:.1e} of itself, should be 0")

@@ -10,10 +10,18 @@ from types import ModuleType
 import torch
 
 for name in ("zeta", "zeta.nn", "zeta.nn.attention", "zeta.utils", "long_net"):
-    path = list(find_spec(name).submodule_search_locations)
-    sys.modules[name] = ModuleType(name)
-    sys.modules[name].__path__ = path
+    spec = find_spec(name)
+    package = ModuleType(name)
+    package.__path__ = list(spec.submodule_search_locations)
+    sys.modules[name] = package
 from long_net.attention import DilatedAttention  # noqa: E402
 
-attend = DilatedAttention(dim=64, heads=4, dilation_rate=2, segment_size=32, device="cpu")
-print(f"out has {attend(torch.randn(1, 128, 64)).shape[1]} rows, should be 128")
+attend = DilatedAttention(
+    dim=64,
+    heads=4,
+    dilation_rate=2,
+    segment_size=32,
+    device="cpu",
+)
+out = attend(torch.randn(1, 128, 64))
+print(f"out has {out.shape[1]} rows, should be 128")

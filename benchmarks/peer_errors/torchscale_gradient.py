@@ -7,15 +7,22 @@ gradient is lost.
 import torch
 from torchscale_flash import attention
 
-attend = attention(segment_lengths=[16, 64], dilated_ratio=[1, 4], num_heads=4, head_dim=16)
-q, k, v, d = torch.randn(
-    4, 1, 64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+attend = attention(
+    segment_lengths=[16, 64],
+    dilated_ratio=[1, 4],
+    num_heads=4,
+    head_dim=16,
 )
+generator = torch.Generator().manual_seed(0)
+q, k, v, d = torch.randn(4, 1, 64, 64, dtype=torch.float64, generator=generator)
+
 q.requires_grad_()
 attend(q, k, v).square().sum().backward()
-with torch.no_grad():
-    rise = (
-        attend(q + 1e-5 * d, k, v).square().sum() - attend(q - 1e-5 * d, k, v).square().sum()
-    ) / 2e-5
 slope = (q.grad * d).sum()
+
+# the same slope by a small step to both sides
+with torch.no_grad():
+    above = attend(q + 1e-5 * d, k, v).square().sum()
+    below = attend(q - 1e-5 * d, k, v).square().sum()
+rise = (above - below) / 2e-5
 print(f"derivative along a direction: {slope:.4f} by the gradient, should be {rise:.4f}")

@@ -35,17 +35,20 @@ class Settings(NamedTuple):
 
 FULL = Settings()
 # Only the peers that need no environment, at tiny sizes: they take a few seconds.
+AT_HAND = ("this library", "torch SDPA", "torch's private ring")
 QUICK = Settings(
-    tuple(
-        peer
-        for peer in PEERS
-        if peer.name in ("this library", "torch SDPA", "torch's private ring")
+    tuple(peer for peer in PEERS if peer.name in AT_HAND),
+    examine.Settings(
+        sizes=Sizes(512, 2, 16),
+        inputs=("full", "causal"),
+        repeats=1,
+        seconds=(60, 60),
     ),
-    examine.Settings(Sizes(512, 2, 16), ("full", "causal"), 1, (60, 60)),
 )
 
 
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Examine all peers. Returns a row for each. step: is called with a peer's name before it is examined."""
     rows = []
     for peer in settings.peers:
         step(peer.name)
@@ -99,13 +102,12 @@ def found_of(peer: Peer, settings: examine.Settings) -> dict[str, Any]:
 
 def shown(peer: Peer, name: str) -> list[str]:
     """Run a script of benchmarks/peer_errors. Returns the lines that say what was found and what it should be."""
-    launcher = (
-        ["-m", "torch.distributed.run", "--nproc-per-node", str(peer.ranks)]
-        if peer.ranks > 1
-        else []
-    )
+    arguments = [str(SCRIPTS / f"{name}.py")]
+    if peer.ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(peer.ranks)]
+        arguments = launcher + arguments
     try:
-        said = run_in(peer.environment, [*launcher, str(SCRIPTS / f"{name}.py")], 120)
+        said = run_in(peer.environment, arguments, 120)
     except NotThereError as error:  # the peer's row keeps its other results
         return [f"not run: {error}"]
     return [line for line in said.splitlines() if "should be" in line]

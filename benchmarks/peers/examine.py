@@ -70,9 +70,8 @@ class Found(NamedTuple):
 
 def examine(peer: Peer, settings: Settings) -> dict[str, Any]:
     """Check a peer for each kind of input, and measure its costs. Returns the entries of its row."""
-    return {"inputs": {name: check(peer, settings, name) for name in settings.inputs}} | cost(
-        peer, settings
-    )
+    checks = {name: check(peer, settings, name) for name in settings.inputs}
+    return {"inputs": checks, **cost(peer, settings)}
 
 
 def check(peer: Peer, settings: Settings, name: str) -> dict[str, Any]:
@@ -87,10 +86,9 @@ def check(peer: Peer, settings: Settings, name: str) -> dict[str, Any]:
     if name in peer.lacks or name in peer.not_run:
         return {"verdict": "not run" if name in peer.not_run else "not offered"}
     case, dtype = small(peer, settings.sizes, name)
+    launch = Launch(peer.ranks, seconds=settings.seconds[0])
     try:
-        ranks = run_ranks(
-            Launch(peer.ranks, seconds=settings.seconds[0]), _check, peer, case, dtype
-        )
+        ranks = run_ranks(launch, _check, peer, case, dtype)
     except RankFailedError as error:
         text = str(error)
         verdict = "refused"
@@ -101,15 +99,23 @@ def check(peer: Peer, settings: Settings, name: str) -> dict[str, Any]:
         return {"verdict": verdict, "reason": reason_of(error)}
     if strange := [shape for shape in ranks if isinstance(shape, str)]:
         return {"verdict": "wrong", "reason": strange[0]}
-    allowed = tolerances(case, dtype)
-    sums = {key: [sum(rank[key][i] for rank in ranks) for i in (0, 1)] for key in ranks[0]}
-    errors = {key: relative((difference, size)) for key, (difference, size) in sums.items()}
-    is_right = all(error <= FACTOR * allowed[key] for key, error in errors.items())
+    of_torch = tolerances(case, dtype)
+    errors = {}
+    allowed = {}
+    verdict = "right"
+    for key in ranks[0]:
+        difference = sum(rank[key][0] for rank in ranks)
+        size = sum(rank[key][1] for rank in ranks)
+        errors[key] = relative((difference, size))
+        allowed[key] = FACTOR * of_torch[key]
+        # NaN is not at most anything, so it is wrong too.
+        if not errors[key] <= allowed[key]:
+            verdict = "wrong"
     return {
-        "verdict": "right" if is_right else "wrong",
+        "verdict": verdict,
         "dtype": str(dtype).removeprefix("torch."),
         "errors": errors,
-        "allowed": {key: FACTOR * allowed[key] for key in errors},
+        "allowed": allowed,
     }
 
 
@@ -117,16 +123,18 @@ def small(peer: Peer, sizes: Sizes, name: str) -> tuple[Case, torch.dtype]:
     """A call with one kind of input, and its dtype. It is so small that the definition can be computed."""
     case = small_case(sizes, measured(peer, sizes))
     is_causal = name == "causal" or "full" in peer.lacks
-    case = case._replace(name=name, pattern=replace(case.pattern, is_causal=is_causal))
+    pattern = replace(case.pattern, is_causal=is_causal)
+    case = case._replace(name=name, pattern=pattern)
     if name == "uneven":  # one position more than a number that ranks and segments divide
         case = case._replace(seq_len=case.seq_len + 1)
     elif name == "grouped":
         case = case._replace(num_kv_heads=case.num_heads // 2)
     elif name == "packed":
         case = case._replace(documents=(0, 2 * case.seq_len // 5, case.seq_len))
-    if name != "16 bits":
-        return case, peer.dtype
-    return case, torch.float16 if peer.dtype == torch.bfloat16 else torch.bfloat16
+    dtype = peer.dtype
+    if name == "16 bits":
+        dtype = torch.float16 if peer.dtype == torch.bfloat16 else torch.bfloat16
+    return case, dtype
 
 
 def positions(peer: Peer, seq_len: int, worker: Worker) -> Tensor:
@@ -158,18 +166,21 @@ def _check(worker: Worker, peer: Peer, case: Case, dtype: torch.dtype) -> Square
         out = peer.adapter(call)(*leaves)
         if out.shape != leaves[0].shape:
             return f"out is {tuple(out.shape)} for a query of {tuple(leaves[0].shape)}"
-        found = (
-            [out, *torch.autograd.grad(out, leaves, dout[:, rows].to(out))]
-            if peer.has_backward
-            else [out]
-        )
-    names = [name for name in QUANTITIES if name != "lse"][: len(found)]
-    return {name: squares(x, expected[name][:, rows]) for name, x in zip(names, found, strict=True)}
+        found = [out]
+        if peer.has_backward:
+            found += torch.autograd.grad(out, leaves, dout[:, rows].to(out))
+    sums = {}
+    names = [name for name in QUANTITIES if name != "lse"]
+    for name, x in zip(names, found, strict=False):
+        sums[name] = squares(x, expected[name][:, rows])
+    return sums
 
 
 def reason_of(error: Exception) -> str:
     """The last line of what the first failed rank reported, for a row."""
-    return last_line(str(error).partition("\nrank ")[0]).removeprefix("rank 0: ")[:300]
+    first_rank, _, _ = str(error).partition("\nrank ")
+    reason = last_line(first_rank).removeprefix("rank 0: ")
+    return reason[:300]
 
 
 def measured(peer: Peer, sizes: Sizes, pattern: DilatedPattern | None = None) -> DilatedPattern:
@@ -194,22 +205,18 @@ def cost(peer: Peer, settings: Settings) -> dict[str, Any]:
         ranks: list[Found] = run_ranks(launch, _cost, peer, sizes, settings.repeats)
     except RankFailedError as error:
         return {"reason": reason_of(error), "gate": gate(sizes, own_pattern(peer, sizes))}
-    shard = (
-        sizes.batch
-        * sizes.seq_len
-        * sizes.num_heads
-        * sizes.head_dim
-        * sizes.dtype.itemsize
-        / peer.ranks
-    )
-    turns = [
-        [sum(turn) for turn in zip(*(rank.seconds[who] for rank in ranks), strict=True)]
-        for who in (0, 1)
-    ]
-    sent = [
-        [max(rank.sent_bytes[who][i] for rank in ranks) / shard for i in (0, 1)] for who in (0, 1)
-    ]
-    peaks = [max(rank.peak_bytes[who] for rank in ranks) / shard for who in (0, 1)]
+    elements = sizes.batch * sizes.seq_len * sizes.num_heads * sizes.head_dim
+    shard = elements * sizes.dtype.itemsize / peer.ranks
+    turns = []
+    sent = []
+    peaks = []
+    for who in (0, 1):
+        of_ranks = [rank.seconds[who] for rank in ranks]
+        turns.append([sum(turn) for turn in zip(*of_ranks, strict=True)])
+        forward = max(rank.sent_bytes[who][0] for rank in ranks)
+        backward = max(rank.sent_bytes[who][1] for rank in ranks)
+        sent.append([forward / shard, backward / shard])
+        peaks.append(max(rank.peak_bytes[who] for rank in ranks) / shard)
     return {
         "seconds": quantiles(turns[0]),
         "own_seconds": quantiles(turns[1]),
@@ -223,19 +230,18 @@ def cost(peer: Peer, settings: Settings) -> dict[str, Any]:
 
 
 def _cost(worker: Worker, peer: Peer, sizes: Sizes, repeats: int) -> Found:
-    own = "contiguous" if peer.sharding == "stripe" else peer.sharding
+    """On one rank: the costs of the peer and of this library, by turns with the same inputs."""
+    own = peer.sharding
+    if own == "stripe":
+        own = "contiguous"
     with ExitStack() as lasting:
         claimed = measured(peer, sizes)
         common = (sizes.seq_len, sizes.num_heads, sizes.head_dim, None)
         parallel = ContextParallel(sharding=own, exchange="ring")
         passed = gate_squares(sizes, own_pattern(peer, sizes), parallel)
         generator = torch.Generator().manual_seed(worker.rank)
-        shape = (
-            sizes.batch,
-            len(parallel.positions(sizes.seq_len)),
-            sizes.num_heads,
-            sizes.head_dim,
-        )
+        num_rows = len(parallel.positions(sizes.seq_len))
+        shape = (sizes.batch, num_rows, sizes.num_heads, sizes.head_dim)
         *leaves, dout = (torch.randn(shape, generator=generator).to(sizes.dtype) for _ in range(4))
         leaves = [x.requires_grad_(peer.has_backward) for x in leaves]
         attends = (
@@ -244,6 +250,7 @@ def _cost(worker: Worker, peer: Peer, sizes: Sizes, repeats: int) -> Found:
         )
 
         def seconds(attend: Attend) -> float:
+            """The CPU seconds of a forward, and of its backward if the peer has one."""
             dist.barrier()
             start = time.process_time()
             out = attend(*leaves)
@@ -252,6 +259,7 @@ def _cost(worker: Worker, peer: Peer, sizes: Sizes, repeats: int) -> Found:
             return time.process_time() - start
 
         def traffic(attend: Attend) -> tuple[int, list[int]]:
+            """The peak of memory, and the bytes sent in forward and in backward."""
             seconds(attend)  # the first call also allocates what later calls use again
             outs: list[Tensor] = []
             dist.barrier()
@@ -260,23 +268,32 @@ def _cost(worker: Worker, peer: Peer, sizes: Sizes, repeats: int) -> Found:
                 return forward.peak_bytes, [forward.sent_bytes, 0]
             backward = allocated(lambda: torch.autograd.grad(outs[0], leaves, dout))
             outs.clear()
-            return allocated(lambda: seconds(attend)).peak_bytes, [
-                forward.sent_bytes,
-                backward.sent_bytes,
-            ]
+            both = allocated(lambda: seconds(attend))
+            return both.peak_bytes, [forward.sent_bytes, backward.sent_bytes]
 
         peaks, sent = zip(*map(traffic, attends), strict=True)
         times: tuple[list[float], list[float]] = ([], [])
         for repeat in range(repeats):
-            for who in (0, 1) if repeat % 2 else (1, 0):  # each comes first in every second turn
+            # each comes first in every second turn
+            order = (0, 1) if repeat % 2 else (1, 0)
+            for who in order:
                 times[who].append(seconds(attends[who]))
-    return Found(times, (peaks[0], peaks[1]), (sent[0], sent[1]), passed)
+    return Found(
+        seconds=times,
+        peak_bytes=(peaks[0], peaks[1]),
+        sent_bytes=(sent[0], sent[1]),
+        gate=passed,
+    )
 
 
 def encoded(peer: Peer, settings: Settings) -> str:
-    """The argument for this file when it is run as a program: a peer and settings, as text."""
+    """The argument for this file when it is run as a program: a peer and settings, as text.
+
+    Both programs are ours, so it is safe to unpickle.
+    """
     return pickle.dumps((peer, settings)).hex()
 
 
 if __name__ == "__main__":
-    print(json.dumps(examine(*pickle.loads(bytes.fromhex(sys.argv[1])))))
+    peer, settings = pickle.loads(bytes.fromhex(sys.argv[1]))
+    print(json.dumps(examine(peer, settings)))

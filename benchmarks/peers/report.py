@@ -23,15 +23,11 @@ is another function: {beside}. A figure of a peer that is wrong above is that of
 
 
 def table(rows: list[Row]) -> str:
+    """All tables and lists of the record of peers, in markdown."""
     inputs = list(dict.fromkeys(name for row in rows for name in row["inputs"]))
-    words = {"not offered": "-"}
-    verdicts = [
-        (
-            row["peer"],
-            *(words.get(verdict, verdict) for verdict in (_verdict(row, name) for name in inputs)),
-        )
-        for row in rows
-    ]
+    verdicts = []
+    for row in rows:
+        verdicts.append((row["peer"], *(_verdict(row, name) for name in inputs)))
     first = rows[0]
     texts = [
         INTRODUCTION.format(small=first["gate"]["seq_len"]),
@@ -66,27 +62,33 @@ def table(rows: list[Row]) -> str:
 
 
 def _verdict(row: Row, name: str) -> str:
-    return row["inputs"].get(name, {}).get("verdict", "")
+    """The cell of a peer and a kind of input."""
+    verdict: str = row["inputs"].get(name, {}).get("verdict", "")
+    return "-" if verdict == "not offered" else verdict
 
 
 def _errors(row: Row) -> tuple[str, ...]:
-    found: dict[str, float] = next(
-        (x["errors"] for x in row["inputs"].values() if "errors" in x), {}
-    )
-    errors = (f"{found[name]:.1e}" if name in found else "" for name in ("out", "dq", "dk", "dv"))
-    return (row["peer"], row["version"], str(row["lines"]), *errors)
+    """A line of the table of errors: those of the first kind of input that has some."""
+    found: dict[str, float] = {}
+    for result in row["inputs"].values():
+        found = found or result.get("errors", {})
+    cells = []
+    for name in ("out", "dq", "dk", "dv"):
+        cells.append(f"{found[name]:.1e}" if name in found else "")
+    return (row["peer"], row["version"], str(row["lines"]), *cells)
 
 
 def _cost(row: Row) -> tuple[str, ...]:
+    """A line of the table of costs."""
     ratio = row["ratio"]
+    theirs = " + ".join(f"{shards:.1f}" for shards in row["sent_shards"])
+    ours = " + ".join(f"{shards:.1f}" for shards in row["own_sent_shards"])
     return (
         row["peer"],
         f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})",
         f"{row['peak_tensors']:.1f} / {row['own_peak_tensors']:.1f}",
-        *(
-            " + ".join(f"{shards:.1f}" for shards in row[name])
-            for name in ("sent_shards", "own_sent_shards")
-        ),
+        theirs,
+        ours,
     )
 
 
@@ -97,35 +99,41 @@ def _cheaper(rows: Sequence[Row]) -> list[str]:
         return ", ".join(row["peer"] for row in found) or "none"
 
     others = [row for row in rows if row["version"]]
+    sent = [row for row in others if sum(row["sent_shards"]) < sum(row["own_sent_shards"])]
+    memory = [row for row in others if row["peak_tensors"] < 0.99 * row["own_peak_tensors"]]
+    seconds = [row for row in others if row["ratio"]["max"] < 1]
     return [
-        "Less than ours: "
-        f"bytes sent by {names(r for r in others if sum(r['sent_shards']) < sum(r['own_sent_shards']))}; "
-        f"memory of {names(r for r in others if r['peak_tensors'] < 0.99 * r['own_peak_tensors'])}; "
-        f"CPU time of {names(r for r in others if r['ratio']['max'] < 1)} (in every turn)."
+        f"Less than ours: bytes sent by {names(sent)}; memory of {names(memory)}; "
+        f"CPU time of {names(seconds)} (in every turn)."
     ]
 
 
 def _list(title: str, lines: Iterable[str]) -> list[str]:
-    found = list(lines)
-    return [title, "\n".join(f"- {line}" for line in found)] if found else []
+    """A title and a list in markdown, or nothing if there are no lines."""
+    items = [f"- {line}" for line in lines]
+    if not items:
+        return []
+    return [title, "\n".join(items)]
 
 
 def _wrong(rows: Sequence[Row]) -> Iterable[str]:
+    """A line for each reason why a peer's results are wrong, with the inputs for which it was the reason."""
     for row in rows:
         found: dict[str, list[str]] = {}
         for name, result in row["inputs"].items():
-            if result["verdict"] == "wrong":
-                errors, allowed = result.get("errors", {}), result.get("allowed", {})
-                off = [
-                    f"{key} {error:.1e}"
-                    for key, error in errors.items()
-                    if not error <= allowed[key]
-                ]
-                found.setdefault(result.get("reason") or ", ".join(off), []).append(name)
+            if result["verdict"] != "wrong":
+                continue
+            off = []
+            for key, error in result.get("errors", {}).items():
+                if not error <= result["allowed"][key]:
+                    off.append(f"{key} {error:.1e}")
+            reason = result.get("reason") or ", ".join(off)
+            found.setdefault(reason, []).append(name)
         yield from (f"{row['peer']}, {', '.join(names)}: {what}" for what, names in found.items())
 
 
 def _shown(rows: Sequence[Row]) -> Iterable[str]:
+    """A line for each script that shows an error, with what it printed."""
     for row in rows:
         for name, lines in row.get("shown_by", {}).items():
             yield f"`{name}.py` ({row['version']}): {'; '.join(lines)}"
@@ -155,4 +163,6 @@ def _reasons(rows: Sequence[Row]) -> Iterable[str]:
 
 def _short(reason: str) -> str:
     """The first sentence of a reason, without line numbers of files and ports, which differ from run to run."""
-    return re.sub(r"\[[^ ]*:\d+\] |\[[\d.]+\]:\d+", "", reason).split(". ")[0].rstrip(". ")
+    without_places = re.sub(r"\[[^ ]*:\d+\] |\[[\d.]+\]:\d+", "", reason)
+    first, *_ = without_places.split(". ")
+    return first.rstrip(". ")

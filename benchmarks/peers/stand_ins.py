@@ -43,11 +43,12 @@ def _flash_attn_forward(
     alibi_slopes: None = None,
     return_softmax: bool = False,
 ) -> tuple[Tensor, Tensor, None, None]:
+    """out (B, M, H, D) and lse (B, H, M). Each key/value head is repeated for its group of query heads."""
     _check(q, k, causal, dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
     groups = q.shape[2] // k.shape[2]
-    out, lse = flash(
-        q, _repeated(k, groups), _repeated(v, groups), 0.0, None, softmax_scale, causal
-    )
+    keys = _repeated(k, groups)
+    values = _repeated(v, groups)
+    out, lse = flash(q, keys, values, 0.0, None, softmax_scale, causal)
     return out, lse, None, None
 
 
@@ -74,15 +75,21 @@ def _flash_attn_backward(
     """Compute the gradients, and write them into dq, dk and dv."""
     _check(q, k, causal, dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
     groups = q.shape[2] // k.shape[2]
-    rows = [x.transpose(1, 2) for x in (dout, q, _repeated(k, groups), _repeated(v, groups), out)]
+    keys = _repeated(k, groups)
+    values = _repeated(v, groups)
+    rows = [x.transpose(1, 2) for x in (dout, q, keys, values, out)]
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     found = op(*rows, softmax_lse.contiguous(), 0.0, causal, scale=softmax_scale)
     for to, grad in zip((dq, dk, dv), found, strict=True):
-        to.copy_(grad.transpose(1, 2).unflatten(2, (to.shape[2], -1)).sum(3))
+        of_groups = grad.transpose(1, 2).unflatten(2, (to.shape[2], -1))
+        to.copy_(of_groups.sum(3))
 
 
 def _repeated(x: Tensor, groups: int) -> Tensor:
-    return x if groups == 1 else x.repeat_interleave(groups, dim=2)
+    """Keys or values (B, N, G, D) with each head repeated for its group of query heads: (B, N, H, D)."""
+    if groups == 1:
+        return x
+    return x.repeat_interleave(groups, dim=2)
 
 
 def _check(q: Tensor, k: Tensor, causal: bool, *unused: Any) -> None:
@@ -96,11 +103,14 @@ def _check(q: Tensor, k: Tensor, causal: bool, *unused: Any) -> None:
 
 
 class _FlashAttention(torch.autograd.Function):
+    """Joins forward and backward for `_flash_attn_func`."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool
     ) -> Tensor:
-        ctx.scale, ctx.causal = q.shape[-1] ** -0.5 if scale is None else scale, causal
+        ctx.scale = q.shape[-1] ** -0.5 if scale is None else scale
+        ctx.causal = causal
         out, lse, *_ = _flash_attn_forward(q, k, v, 0.0, ctx.scale, causal)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -126,12 +136,14 @@ def _flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor:
+    """flash_attn's function for users: out (B, M, H, D), with its gradient."""
     _check(q, k, causal, dropout_p, *window_size, softcap, alibi_slopes)
     assert not return_attn_probs
     return _FlashAttention.apply(q, k, v, softmax_scale, causal)
 
 
 def _varlen(*_: object) -> None:
+    """In place of the functions for packed documents."""
     raise NotImplementedError("the stand-in of flash_attn has no packed documents")
 
 
@@ -151,16 +163,14 @@ def xformers() -> None:
 
     def attention(query: Tensor, key: Tensor, value: Tensor, op: None, attn_bias: object) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return scaled_dot_product_attention(q, k, v, is_causal=attn_bias is not None).transpose(
-            1, 2
-        )
+        out = scaled_dot_product_attention(q, k, v, is_causal=attn_bias is not None)
+        return out.transpose(1, 2)
 
     _module("xformers")
-    mask = type("LowerTriangularMask", (), {})
     _module(
         "xformers.ops",
         AttentionOp=object,
-        LowerTriangularMask=mask,
+        LowerTriangularMask=type("LowerTriangularMask", (), {}),
         memory_efficient_attention=attention,
     )
 
@@ -178,6 +188,7 @@ def packages(*names: str) -> None:
 
 
 def _module(name: str, **members: object) -> None:
+    """Make a module with these members, and let imports find it."""
     module = sys.modules[name] = ModuleType(name)
     vars(module).update(members)
     module.__spec__ = importlib.util.spec_from_loader(name, loader=None)
