@@ -7,7 +7,8 @@
 Those of integrations/transformers need accelerate, which the environment of `make test` does not have; that of
 `make test-integrations` has it: .venv-integrations/bin/python -m tests.mutants --only integrations/transformers
 
-The 262,144 pixels of slides were drawn twice. Those that change no result are left out:
+The 262,144 pixels of slides were drawn twice. Left out are those that change no result, though some change how much is
+sent or held, or what a message shows of what is wrong:
 
 - plan/window_maker.py, `portion.piece.start <= portion.document.start`: a portion is cut to its document, so it cannot
   begin before.
