@@ -1,14 +1,19 @@
 """What one rank refuses, or has otherwise than the others, all ranks say or hear of, at once and once."""
 
+import gc
 import io
 import os
 import re
 import socket
+import subprocess
+import sys
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from distributed import run as run_ranks
 from helpers import TEXT, TINY
 
@@ -19,11 +24,21 @@ from ring_dilated_attention.training import checkpoint
 from ring_dilated_attention.training.agreement import (
     Refusal,
     check_alike,
+    join_ranks,
     together,
     values_of_all,
 )
+from ring_dilated_attention.training.rank_launcher import RESTART
 from ring_dilated_attention.training.run_folder import LOCK_FILE, own_folder
 
+# Holds the lock of a file for 20 s at most. Then a rank that waits for it goes on, and the test fails.
+HOLD = """
+import fcntl, sys, time
+file = open(sys.argv[1])
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(20)
+"""
 TRAIN = ["train", "--data", "text.txt", "--steps", "4", *TINY.split()]
 
 
@@ -143,3 +158,30 @@ def test_the_first_rank_owns_and_writes_all(hosts):
 
 def turned_round(rank):
     return mock.patch.object(processes, "order_by_host", lambda hosts: range(len(hosts))[::-1])
+
+
+def test_a_rank_that_failed_ends_though_another_is_stopped(tmp_path, monkeypatch):
+    """The other one may be stopped while it holds the lock of the file through which ranks connect."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", RESTART: "0"}.items():
+        monkeypatch.setenv(name, value)
+    path = tmp_path / "ranks-0"
+    other = dist.FileStore(str(path), 2)
+    other.set("here/1", "")
+    holders = []
+
+    def failing(*args, **options):
+        words = [sys.executable, "-c", HOLD, str(path)]
+        holder = subprocess.Popen(words, stdout=subprocess.PIPE)
+        holders.append(holder)
+        holder.stdout.readline()
+        raise RuntimeError("no connection")
+
+    monkeypatch.setattr(dist, "init_process_group", failing)
+    with pytest.raises(RuntimeError) as caught:
+        join_ranks(tmp_path, timedelta(seconds=1))
+    del caught
+    gc.collect()
+    [holder] = holders
+    assert holder.poll() is None
+    holder.kill()
+    holder.communicate()

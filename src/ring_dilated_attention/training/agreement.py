@@ -7,6 +7,7 @@ If one rank gets an error that the user can fix, all ranks raise an error. The f
 reason.
 """
 
+import ctypes
 import json
 import os
 import socket
@@ -39,6 +40,9 @@ def join_ranks(folder: Path | None, timeout: timedelta) -> None:
         return
     if folder is not None:
         store: dist.Store = dist.FileStore(str(folder / f"ranks-{os.environ[RESTART]}"), num_ranks)
+        # Never destroy this store. Its destructor locks the file, without a limit of time. A rank that is stopped while
+        # it holds the lock would keep a rank that has failed from ending. The launcher removes the file.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
     else:
         store = store_of_launcher(rank, num_ranks)
     store.set(f"here/{rank}", "")
