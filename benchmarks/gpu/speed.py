@@ -236,7 +236,7 @@ def fastest_dense(
 ) -> dict[str, tuple[str, float]]:
     """For each stage (forward, both) the op in which dense attention is fastest, and its median seconds.
 
-    An op that is not installed is left out.
+    An op that does not run is left out.
     """
     medians: dict[str, Timed] = {}
     for name in OPS:

@@ -18,7 +18,7 @@ from .settings import Settings
 
 SMALL_BYTES = 256
 
-# The exchanges that are not told by the ranks which take part.
+# Names of exchanges. The others are named by the ranks that take part.
 SMALL = "small"
 HANDSHAKE = "handshake"
 PAIRS = "all pairs at once"

@@ -158,11 +158,9 @@ def model(settings: Settings, seconds: float, told_by: str) -> list[Row]:
 def contexts(settings: Settings, cards: list[list[int]]) -> Row:
     """Whether each rank has a CUDA context on its own card alone. cards: where each rank has one."""
     expected: list[list[int]] = []
-    words = []
-    for rank, of_rank in enumerate(cards):
+    for rank in range(settings.num_ranks):
         expected.append([rank] if settings.has_gpus else [])
-        words.append(f"rank {rank}: {of_rank}")
-    found = "; ".join(words)
+    found = "; ".join(f"rank {rank}: {of_rank}" for rank, of_rank in enumerate(cards))
     return {
         "what": "contexts on cards",
         "passed": cards == expected,

@@ -115,11 +115,22 @@ def _step(x: Tensor, pattern: DilatedPattern, parallel: ContextParallel | None) 
     return [out.detach(), *gradients]
 
 
-def _errors(found: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
-    """The relative error of each quantity of a step: the norm of the difference over that of what is expected."""
+def _errors(
+    local: Tensor,
+    whole: Tensor,
+    positions: Tensor,
+    pattern: DilatedPattern,
+    parallel: ContextParallel,
+) -> dict[str, float]:
+    """The relative error of each quantity of a step over all ranks, beside the same step on one rank.
+
+    local: this rank's part of `whole`, at these positions.
+    """
+    of_ranks = _step(local, pattern, parallel)
+    of_one = _step(whole, pattern, None)
     errors = {}
-    for quantity, x, y in zip(QUANTITIES, found, expected, strict=True):
-        exact = y.float()
+    for quantity, x, of_whole in zip(QUANTITIES, of_ranks, of_one, strict=True):
+        exact = of_whole[:, positions].float()
         difference = x.float() - exact
         errors[quantity] = float(difference.norm() / exact.norm())
     return errors
@@ -138,9 +149,8 @@ def _speed(worker: Worker, settings: Settings, way: str) -> dict[str, Row]:
         dist.broadcast(whole, 0)
         positions = parallel.positions(sizes.seq_len).to(device)
         local = whole[:, :, positions].contiguous()
-        of_ranks = _step(local, pattern, parallel)
-        of_one = _step(whole, pattern, None)
-        expected = [x[:, positions] for x in of_one]
+        # Nothing of these steps is kept while calls are timed.
+        errors = _errors(local, whole, positions, pattern, parallel)
         share_of_length = whole[:, :, : settings.length].contiguous()
         heads_of_rank = sizes.num_heads // worker.world_size
         share_of_heads = whole[:, :, :, :heads_of_rank].contiguous()
@@ -157,7 +167,7 @@ def _speed(worker: Worker, settings: Settings, way: str) -> dict[str, Row]:
         for setup, call in calls.items():
             seconds[setup] = timed(device, parallel, call)
         of_patterns[name] = {
-            "errors": _errors(of_ranks, expected),
+            "errors": errors,
             "seconds": seconds,
             **exposed(device, parallel, calls[ALL]),
         }

@@ -48,7 +48,7 @@ QUICK = Settings(
 
 
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Examine all peers. Returns a row for each. step: is called with a peer's name before it is examined."""
+    """Examine all peers. Returns a row for each. step: gets the name of a peer before it is examined."""
     rows = []
     for peer in settings.peers:
         step(peer.name)

@@ -5,6 +5,7 @@ models/torchscale/zero_rows.py. A phase is less than the rate, and so the rows t
 """
 
 from .mutant import (
+    AGREED,
     CHECKPOINT,
     CONVENTIONS,
     GENERATE,
@@ -72,6 +73,13 @@ MUTANTS = (
         "for start in range(document.num_train - 1, len(content) - 1, size):",
         "for start in range(document.num_train, len(content) - 1, size):",
         SCORING,
+    ),
+    Mutant(
+        "a rank that failed does not wait for the lock of a stopped one",
+        "training/agreement.py",
+        "ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))",
+        "pass",
+        AGREED,
     ),
     Mutant(
         "the newest two checkpoints stay",

@@ -26,6 +26,7 @@ sent or held, or what a message shows of what is wrong:
 """
 
 from .mutant import (
+    AGREED,
     BATCHES,
     CACHE,
     CALL,
@@ -48,7 +49,6 @@ from .mutant import (
     Mutant,
 )
 
-AGREED = ("tests/training/test_agreement.py",)
 DOCTOR = ("tests/commands/test_doctor.py",)
 EMBED = ("tests/commands/test_embed.py",)
 PLANNED = ("tests/commands/test_plan_command.py",)

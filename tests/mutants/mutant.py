@@ -38,6 +38,7 @@ SIMULATE = (
 LANGUAGE_MODEL = ("tests/models/test_model.py", "tests/ranks/test_parallel.py")
 TORCHSCALE = ("tests/models/test_torchscale_attention.py", "tests/models/test_torchscale_models.py")
 SLIDES = ("tests/models/test_longnet_vit.py", "tests/models/test_slide_weights.py")
+AGREED = ("tests/training/test_agreement.py",)
 TRAINING = ("tests/training/test_training.py",)
 SCORING = ("tests/training/test_scoring.py", "tests/commands/test_writing.py")
 CHECKPOINT = ("tests/training/test_checkpoint.py",)
