@@ -48,7 +48,8 @@ KINDS = ("worker", "rank 0", "two", "agent", "writing", "restarting", "stop", "d
 MOMENTS = ("step", "step", "start", "step", "report")
 AT_ANY_MOMENT = ("worker", "rank 0", "two", "agent")
 # A torchrun whose ranks have finished waits for the torchruns of other hosts, and 300 s if one was killed just then.
-ORPHAN_SECONDS, MOST_SECONDS = 60, 400
+# So long, too, its ranks look for the store of the first rank, if its torchrun was killed just before they start.
+ORPHAN_SECONDS, MOST_SECONDS = 60, 700
 # docs/reliability.md: a rank that is younger when torchrun is killed may not notice. Under load, tenths are seconds.
 YOUNG_SECONDS = 2
 STEPS_OF_ORPHANS = 15  # ranks look for their parent every 50 ms: they do fewer steps without it

@@ -15,12 +15,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from distributed import run as run_ranks
-from helpers import TEXT, TINY
+from helpers import TEXT, TINY, free_port
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.ranks import processes
-from ring_dilated_attention.training import checkpoint
+from ring_dilated_attention.training import agreement, checkpoint
 from ring_dilated_attention.training.agreement import (
     Refusal,
     check_alike,
@@ -158,6 +158,17 @@ def test_the_first_rank_owns_and_writes_all(hosts):
 
 def turned_round(rank):
     return mock.patch.object(processes, "order_by_host", lambda hosts: range(len(hosts))[::-1])
+
+
+def test_a_rank_looks_for_a_dead_store_as_long_as_is_said(monkeypatch):
+    """Half as long in each of torch's two tries: otherwise it is found dead after twice the time."""
+    monkeypatch.setattr(agreement, "JOIN_TIME", timedelta(seconds=1))
+    place = {"RANK": "1", "WORLD_SIZE": "2", RESTART: "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(dist.DistNetworkError, match="timed out after 500ms"):
+        join_ranks(None, timedelta(seconds=60))
 
 
 def test_a_rank_that_failed_ends_though_another_is_stopped(tmp_path, monkeypatch):

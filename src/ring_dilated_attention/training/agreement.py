@@ -67,7 +67,9 @@ def store_of_launcher(rank: int, num_ranks: int) -> dist.Store:
             "after a restart, ranks would read the addresses of ranks that have ended: export "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"
         )
-    store: dist.Store = next(dist.rendezvous("env://", rank, num_ranks, timeout=JOIN_TIME))[0]
+    # If the host of the store is dead, torch tries twice to connect, each time for as long as `timeout` says.
+    connect_time = JOIN_TIME / 2
+    store: dist.Store = next(dist.rendezvous("env://", rank, num_ranks, timeout=connect_time))[0]
     return dist.PrefixStore(f"start-{os.environ[RESTART]}", store) if is_torchruns else store
 
 
